@@ -26,7 +26,7 @@ WRAPPERS: Final = frozenset(
             "llava_next_video",
         ),
         *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("dots3_note", "lfm2_vl", "llama4", "qwen3_5", "qwen3_5_moe"),
+        *("dots3_note", "gemma4", "lfm2_vl", "llama4", "qwen3_5", "qwen3_5_moe"),
         *("smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral"),
     }
 )
@@ -42,8 +42,9 @@ SAME_FOR_TEXT: Final[Mapping[str, str]] = {
     "glm4v_moe_text": "glm4_moe",
 }
 _UNNAMED: Final[Mapping[str, str]] = {kind.removesuffix("_text"): plain for kind, plain in SAME_FOR_TEXT.items()}
-# Entries by which a language model changes its logits, and which transformers' wrappers do not read.
+# Entries by which a language model changes its logits, and which transformers' wrappers do not read, but these do.
 _OF_LOGITS: Final = ("logits_scaling", "logit_scale", "final_logit_softcapping", "lm_head_multiplier")
+_READING: Final = frozenset({"gemma4"})
 _IDLE: Final = (None, 0, 1)
 # Wrappers whose text differs from that of their language model whatever the configuration says.
 _DIFFERENT: Final[Mapping[str, str]] = {
@@ -72,7 +73,8 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def why_not_alone(config: Mapping[str, Any]) -> str | None:
     """Return why the language model of a wrapper does not compute what the wrapper does for text; None for others."""
-    for name, value in (language_model(config) or {}).items():
+    read = config.get("model_type") in _READING
+    for name, value in () if read else (language_model(config) or {}).items():
         if name in _OF_LOGITS and value not in _IDLE:
             return f"{name} is {value!r}, which its language model applies to logits and the whole model does not"
     return _DIFFERENT.get(str(config.get("model_type")))

@@ -55,9 +55,12 @@ class AttentionByShape:
         backend, there = self._place(layer)
         return backend.write_and_attend(there, query, key, value)
 
-    def place_of(self, layer: int) -> tuple[int, int] | None:
-        """Return by which backend a layer attends, and which layer it is there; None where it keeps no K and V."""
-        return self._places.get(layer)
+    def places_of(self, layer: int) -> Sequence[tuple[int, int]]:
+        """Return by which backend a layer attends, and which layer it is there; nothing where it keeps no K and V.
+
+        Of a layer whose heads lie in several lanes it is so for each lane, in the order of the heads.
+        """
+        return [self._places[layer]] if layer in self._places else ()
 
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]
@@ -83,6 +86,9 @@ class AttentionByPart(AttentionByShape):
         self._tokens = step.num_tokens
         for backend, part in zip(self.backends, step.parts or (step,), strict=True):
             backend.begin(part)
+
+    def places_of(self, layer: int) -> Sequence[tuple[int, int]]:
+        return self._by_heads.get(layer) or super().places_of(layer)
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -123,13 +123,19 @@ def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.
     if (reason := why_not_llama(config)) is not None:
         return reason
     if device.type == "cuda":
-        if (spec := llama_spec(config)) is not None and spec.keeping:
-            return f"on CUDA no layer of a {config.model_type} that keeps a state is run natively"
-        asked = precision.quantization
-        return None if asked in ("none", "auto") else f"on CUDA linears are not quantised at start, to {asked} or else"
+        return _why_not_on_cuda(config, precision)
     if CACHE_DTYPES[precision.kv_dtype] not in TYPES:
         return f"native attention has no cache of {precision.kv_dtype}"
     return "the native library is not there" if native.best() is None else None
+
+
+def _why_not_on_cuda(config: PretrainedConfig, precision: Precision) -> str | None:
+    spec, asked = llama_spec(config), precision.quantization
+    if spec is not None and spec.keeping:
+        return f"on CUDA no layer of a {config.model_type} that keeps a state is run natively"
+    if spec is not None and spec.gemma is not None:
+        return f"on CUDA no {config.model_type} is run natively"
+    return None if asked in ("none", "auto") else f"on CUDA linears are not quantised at start, to {asked} or else"
 
 
 def native_precision(source: ModelSource, config: PretrainedConfig, device: torch.device) -> Precision:
@@ -181,14 +187,14 @@ def _open(
 
 def _geometry(spec: LlamaSpec, dtype: str, limit: int, block_size: int) -> KvGeometry:
     """Return the shape of the K/V of a whole model."""
-    windows = {layer: spec.windows[layer] for layer in spec.attending}
+    windows = {layer: spec.windows[layer] for layer in (*spec.attending, *spec.sources)}
     widest = 0 if None in windows.values() else max(window or 0 for window in windows.values())
-    shape = LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)
-    whole = geometry_of(dict.fromkeys(windows, shape), dtype, widest)
+    heads = {layer: spec.heads(layer) for layer in spec.attending}
+    whole = geometry_of({layer: LayerShape(count, dim, dim) for layer, (dim, count) in heads.items()}, dtype, widest)
     if not block_size:
         return whole
     reaches = {layer: reach_of(window, None, limit) for layer, window in windows.items()}
-    return with_groups(whole, reaches, {}, block_size)
+    return with_groups(whole, reaches, spec.sources, block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ ExpertScratch lay_out_experts(const quire_llama& model, int64_t rows, void* memo
 }
 
 Experts::Experts(const quire_llama& model, int64_t rows, void* memory)
-    : hidden_(model.hidden), scratch_(lay_out_experts(model, rows, memory)),
+    : hidden_(model.hidden), gelu_(model.gelu != 0), scratch_(lay_out_experts(model, rows, memory)),
       groups_(most(model, [](const quire_experts& w) { return w.count; })), queues_(2 * groups_.size()) {}
 
 void Experts::gate_up(Team& team, const quire_experts& w, const Input& normed, int64_t rows) {
@@ -122,6 +122,7 @@ void Experts::down(Team& team, const quire_experts& w, int64_t rows, float* resi
 // The experts of the largest logits; of equal logits that of the lower number. (torch leaves open which it takes.) The
 // weights are a softmax, over the chosen experts or over all.
 void Experts::choose(const quire_experts& w, const Range& rows) {
+  if (w.sigmoid) return choose_by_sigmoids(w, rows);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     float* logits = scratch_.logits + row * w.count;
     Choice* choices = scratch_.choices + row * w.top_k;
@@ -134,7 +135,34 @@ void Experts::choose(const quire_experts& w, const Range& rows) {
       logits[best] = -INFINITY;
       if (w.normalised) total += choices[rank].weight;
     }
-    for (int32_t rank = 0; rank < w.top_k; ++rank) choices[rank].weight /= total;
+    for (int32_t rank = 0; rank < w.top_k; ++rank) {
+      choices[rank].weight /= total;
+      if (w.scales) choices[rank].weight *= w.scales[choices[rank].expert];
+    }
+  }
+}
+
+// The experts of the largest sigmoids, each with its bias. Their weights are the sigmoids alone.
+void Experts::choose_by_sigmoids(const quire_experts& w, const Range& rows) {
+  constexpr float kLeast = 1e-6f;  // keeps a sum of none from dividing
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    float* shares = scratch_.logits + row * w.count;
+    Choice* choices = scratch_.choices + row * w.top_k;
+    for (int32_t e = 0; e < w.count; ++e) shares[e] = 1.0f / (1.0f + std::exp(-shares[e]));
+    float total = kLeast;
+    for (int32_t rank = 0; rank < w.top_k; ++rank) {
+      int32_t best = 0;
+      float most = -INFINITY;
+      for (int32_t e = 0; e < w.count; ++e) {
+        const float score = w.bias ? shares[e] + w.bias[e] : shares[e];
+        if (score > most) best = e, most = score;
+      }
+      choices[rank] = {best, shares[best], 0};
+      total += shares[best];
+      shares[best] = -INFINITY;
+    }
+    const float factor = w.normalised ? w.factor / total : w.factor;
+    for (int32_t rank = 0; rank < w.top_k; ++rank) choices[rank].weight *= factor;
   }
 }
 
@@ -199,10 +227,11 @@ Input Experts::inner_of(const quire_experts& w, int32_t expert) const {
 
 Output Experts::gated_of(const quire_experts& w, int32_t expert) const {
   const quire_linear& down = w.each[expert].down;
-  if (needs_put_row(down)) return {scratch_.wide + groups_[expert].first * down.k, down.k, QUIRE_STORE_SILU_F32};
+  if (needs_put_row(down)) {
+    return {scratch_.wide + groups_[expert].first * down.k, down.k, gated_store(QUIRE_F32, gelu_)};
+  }
   const Input inner = inner_of(w, expert);
-  const quire_store store = input_type(down) == QUIRE_F32 ? QUIRE_STORE_SILU_F32 : QUIRE_STORE_SILU_BF16;
-  return {inner.data, inner.stride / item_size(down), store};
+  return {inner.data, inner.stride / item_size(down), gated_store(input_type(down), gelu_)};
 }
 
 }  // namespace quire

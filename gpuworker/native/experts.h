@@ -44,7 +44,7 @@ class Experts {
   // Where the router's logits are to be, complete before gate_up.
   float* logits() const { return scratch_.logits; }
 
-  // Chooses experts, and leaves silu(gate) · up of their rows; a barrier at its end. `normed` has rows of floats.
+  // Chooses experts, and leaves silu(gate) · up of their rows, or gelu(gate) · up; a barrier at its end. `normed` has rows of floats.
   void gate_up(Team& team, const quire_experts& w, const Input& normed, int64_t rows);
 
   // Adds to each row its experts' outputs, as a phase.
@@ -59,6 +59,7 @@ class Experts {
   };
 
   void choose(const quire_experts& w, const Range& rows);
+  void choose_by_sigmoids(const quire_experts& w, const Range& rows);
   void order(const quire_experts& w, int64_t rows);
   void gather(const quire_experts& w, const Input& normed, const Range& pairs);
   void add_up(const quire_experts& w, int64_t row, float* out) const;
@@ -67,6 +68,7 @@ class Experts {
   Output gated_of(const quire_experts& w, int32_t expert) const;
 
   const int64_t hidden_;
+  const bool gelu_;
   const ExpertScratch scratch_;
   std::vector<Group> groups_;       // by expert
   std::vector<Queue> queues_;       // by expert, of gate_up and then of down

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "activations.h"
 #include "linear_bytes.h"
 #include "linear_layout.h"
 #include "linear_pairs.h"
@@ -464,7 +465,8 @@ class Product {
   void unpack(Tile& tile, Scratch& scratch) const;
 
   int64_t output_bytes_each() const {
-    return out_.store == QUIRE_STORE_BF16 || out_.store == QUIRE_STORE_SILU_BF16 ? 2 : 4;
+    const quire_store store = out_.store;
+    return store == QUIRE_STORE_BF16 || store == QUIRE_STORE_SILU_BF16 || store == QUIRE_STORE_GELU_BF16 ? 2 : 4;
   }
 
   // Prefetches the output lines while the sums are computed: the lines of each row are on a separate page.
@@ -508,6 +510,8 @@ class Product {
     bf16* halves = static_cast<bf16*>(out_.data) + row * out_.stride + column;
     if (out_.store == QUIRE_STORE_SILU_F32) return put(silu(values[0]) * values[1], floats, columns);
     if (out_.store == QUIRE_STORE_SILU_BF16) return put(silu(values[0]) * values[1], halves, columns);
+    if (out_.store == QUIRE_STORE_GELU_F32) return put(gelu(values[0]) * values[1], floats, columns);
+    if (out_.store == QUIRE_STORE_GELU_BF16) return put(gelu(values[0]) * values[1], halves, columns);
     if (out_.store == QUIRE_STORE_BF16) return put_both(values, halves, columns);
     for (int half = 0; half < 2 && columns > half * kLanes; ++half) {
       const int64_t count = columns - half * kLanes;
@@ -616,9 +620,10 @@ extern "C" int32_t quire_linear_run(const quire_linear* w, const void* x, int32_
                                     int64_t rows, void* out, int64_t out_stride, int32_t store, void* scratch,
                                     int32_t threads) {
   using namespace quire;
-  const bool silu = store == QUIRE_STORE_SILU_F32 || store == QUIRE_STORE_SILU_BF16;
-  if (!quire_linear_bytes(w) || (x_type != QUIRE_F32 && x_type != QUIRE_BF16) || store < 0 || store > 4) return 1;
-  if (silu != (w->paired != 0)) return 1;
+  const bool paired = store >= QUIRE_STORE_SILU_F32;
+  if (!quire_linear_bytes(w) || (x_type != QUIRE_F32 && x_type != QUIRE_BF16)) return 1;
+  if (store < QUIRE_STORE_F32 || store > QUIRE_STORE_GELU_BF16) return 1;
+  if (paired != (w->paired != 0)) return 1;
   const bool direct = x_type == input_type(*w) && !needs_put_row(*w) && row_elements(*w) == w->k;
   const int64_t bytes = x_type == QUIRE_F32 ? 4 : 2;
   const Input made = input_at(*w, rows, scratch);

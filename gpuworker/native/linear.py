@@ -53,15 +53,17 @@ class Store(IntEnum):
     ADD_F32 = 2
     SILU_F32 = 3
     SILU_BF16 = 4
+    GELU_F32 = 5
+    GELU_BF16 = 6
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the output."""
-        return torch.bfloat16 if self in (Store.BF16, Store.SILU_BF16) else torch.float32
+        return torch.bfloat16 if self in (Store.BF16, Store.SILU_BF16, Store.GELU_BF16) else torch.float32
 
     @property
     def gated(self) -> bool:
-        """Whether it is silu(gate) · up of a paired weight, half as wide."""
+        """Whether it is silu(gate) · up of a paired weight, or gelu(gate) · up, half as wide."""
         return self >= Store.SILU_F32
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "activations.h"
 #include "attention.h"
 #include "attention_plan.h"
 #include "attention_store.h"
@@ -50,9 +51,22 @@ struct LayerPlace {
   int lane;
 };
 
-LayerPlace layer_place(const quire_parts& parts, int layer) {
-  if (!parts.part) return {plan_of(parts.plans[0]), layer};
-  return {plan_of(parts.plans[parts.part[layer]]), parts.lane[layer]};
+// In how many pieces a layer attends.
+int pieces_of(const quire_parts& parts, int layer) {
+  return parts.first ? parts.first[layer + 1] - parts.first[layer] : 1;
+}
+
+LayerPlace layer_place(const quire_parts& parts, int layer, int piece) {
+  if (!parts.first) return {plan_of(parts.plans[0]), layer};
+  const int at = parts.first[layer] + piece;
+  return {plan_of(parts.plans[parts.part[at]]), parts.lane[at]};
+}
+
+// The last layer that writes K and V, or a state.
+int last_writer(const quire_llama& model) {
+  int last = model.num_layers - 1;
+  while (last > 0 && model.layers[last].borrows) --last;
+  return last;
 }
 
 class Step {
@@ -60,12 +74,19 @@ class Step {
   Step(const quire_llama& model, const quire_parts& parts, const quire_llama_run& run)
       : model_(model), parts_(parts), step_(plan_of(parts.plans[0]).step), run_(run),
         scratch_(lay_out(model, step_.num_tokens, run.num_keep, run.scratch)),
-        experts_(model, std::max<int64_t>(step_.num_tokens, run.num_keep), scratch_.experts) {
+        experts_(model, std::max<int64_t>(step_.num_tokens, run.num_keep), scratch_.experts),
+        last_writer_(last_writer(model)) {
     all_kept_ = run.num_keep == step_.num_tokens;
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
 
-  int64_t phases() const { return 4 + model_.num_layers * (14 + kAttendPhases); }
+  int64_t phases() const {
+    int64_t count = 8;
+    for (int n = 0; n < model_.num_layers; ++n) {
+      count += (model_.layers[n].added ? 22 : 14) + kAttendPhases * pieces_of(parts_, n);
+    }
+    return count;
+  }
 
   // The whole step, as a team.
   void forward(Team& team) {
@@ -82,10 +103,10 @@ class Step {
       Mixed mixed{};
       if (layer.conv) {
         mixed = layer.delta ? update_states(me, n, layer) : convolve_layer(me, n, layer);
-        if (last && !run_.num_keep) return;
+        if (n == last_writer_ && !run_.num_keep) return;
       } else {
         write_cache(me, n, layer);
-        if (last && !run_.num_keep) return;
+        if (n == last_writer_ && !run_.num_keep) return;
         mixed = attend_layer(me, n, layer);
       }
       if (last && !all_kept_) {
@@ -93,13 +114,17 @@ class Step {
         residual = scratch_.kept;
         rows = run_.num_keep;
       }
-      multiply(me, layer.output, mixed.in, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
+      multiply(me, layer.output, mixed.in, rows, behind(layer, residual));
       me.clock.mark(QUIRE_PHASE_OUTPUT);
-      if (layer.experts) {
-        experts(me, layer, residual, rows);
-      } else {
+      if (layer.added) add_normed(me, layer.added->attention, 1.0f, residual, rows);
+      if (!layer.experts) {
         mlp(me, layer, residual, rows);
+      } else if (layer.added) {
+        experts_beside(me, layer, residual, rows);
+      } else {
+        experts(me, layer, residual, rows);
       }
+      if (layer.token_gate) take_input(me, layer, residual, rows);
     }
     if (run_.hidden) {
       hidden(me, residual);
@@ -120,6 +145,9 @@ class Step {
     bool wide;
   };
 
+  static constexpr float kHalfRoot = 0.70710678f;
+  static constexpr int64_t kCapped = 8192;  // logits that a piece caps
+
   // How many rows of so many floats a piece has: some microseconds of work.
   static int64_t rows_of_piece(int64_t floats) { return std::max<int64_t>(8192 / floats, 1); }
 
@@ -130,19 +158,38 @@ class Step {
   void embed(Member& me) {
     const quire_linear& packed = model_.rows.memory ? model_.rows : model_.head;
     const Layout layout(packed);
+    const quire_token_inputs* inputs = model_.inputs;
+    const Input in = inputs ? input_at(inputs->projection, step_.num_tokens, scratch_.normed) : Input{};
     me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), [&](int64_t t) {
       float* out = scratch_.residual + t * model_.hidden;
       const int64_t token = run_.token_ids[t];
-      if (!model_.embedding) {
-        unpack_row(packed, layout, token, out);
-      } else if (model_.embedding_type == QUIRE_F32) {
-        widen_row<float>(model_.embedding, token, model_.hidden, out);
-      } else if (model_.embedding_type == QUIRE_F16) {
-        widen_row<f16>(model_.embedding, token, model_.hidden, out);
+      if (model_.embedding) {
+        widen_row(model_.embedding, model_.embedding_type, token, model_.hidden, out);
       } else {
-        widen_row<bf16>(model_.embedding, token, model_.hidden, out);
+        unpack_row(packed, layout, token, out);
+      }
+      if (model_.embedding_scale != 1.0f) scale_row(out, model_.embedding_scale, model_.hidden);
+      if (inputs) put_row(inputs->projection, in, t, out);
+    });
+    if (inputs) make_inputs(me, *inputs, in);
+  }
+
+  // Makes what layers take of tokens besides, from the projection of embedded tokens and from a table.
+  void make_inputs(Member& me, const quire_token_inputs& w, const Input& in) {
+    const int64_t columns = w.projection.n;
+    multiply(me, w.projection, in, step_.num_tokens, {scratch_.inputs, columns, QUIRE_STORE_F32});
+    me.team.phase(step_.num_tokens, rows_of_piece(columns), [&](int64_t t) {
+      static thread_local std::vector<float> own;
+      own.resize(columns);
+      widen_row(w.table, w.table_type, run_.token_ids[t], columns, own.data());
+      float* x = scratch_.inputs + t * columns;
+      scale_row(x, w.projection_scale, columns);
+      for (int64_t at = 0; at < columns; at += w.size) {
+        scale_row(x + at, w.norm, rms_factor(x + at, w.size, model_.norm_eps), w.size, x + at);
+        for (int64_t i = at; i < at + w.size; ++i) x[i] = (x[i] + own[i] * w.row_scale) * kHalfRoot;
       }
     });
+    me.clock.mark(QUIRE_PHASE_NORM);
   }
 
   // Norms rows and multiplies them by what the layer mixes.
@@ -169,13 +216,12 @@ class Step {
   // Norms and rotates heads, and writes K and V into their slots.
   void write_cache(Member& me, int n, const quire_llama_layer& layer) {
     const int64_t rows = step_.num_tokens;
-    const int64_t heads = model_.num_heads + model_.num_kv_heads;
+    const int64_t heads = model_.num_heads + (layer.borrows ? 0 : layer.num_kv_heads);
     if (model_.joint_norm) norm_jointly(me, layer, rows);
     const Input attended = input_at(layer.output, rows, scratch_.attended);
-    const LayerPlace place = layer_place(parts_, n);
     const bool pads = is_padded(layer.output);
     me.team.phase(rows, rows_of_piece(layer.qkv.n), [&](int64_t row) {
-      for (int64_t head = 0; head < heads; ++head) turn_head(place, layer, row, head);
+      for (int64_t head = 0; head < heads; ++head) turn_head(n, layer, row, head);
       if (pads) pad_row(layer.output, attended, row);
     });
     me.clock.mark(QUIRE_PHASE_ROPE);
@@ -183,8 +229,8 @@ class Step {
 
   // Norms all queries of a token as one row, and all its keys.
   void norm_jointly(Member& me, const quire_llama_layer& layer, int64_t rows) {
-    const int64_t queries = static_cast<int64_t>(model_.num_heads) * model_.head_dim;
-    const int64_t keys = static_cast<int64_t>(model_.num_kv_heads) * model_.head_dim;
+    const int64_t queries = static_cast<int64_t>(model_.num_heads) * layer.head_dim;
+    const int64_t keys = static_cast<int64_t>(layer.num_kv_heads) * layer.head_dim;
     me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
       float* query = scratch_.qkv + token * layer.qkv.n;
       float* key = query + queries;
@@ -194,46 +240,61 @@ class Step {
   }
 
   // Floats from one head's query to that of the next: its gate may stand behind it.
-  int64_t query_stride() const { return static_cast<int64_t>(model_.head_dim) * (model_.gated ? 2 : 1); }
+  int64_t query_stride(const quire_llama_layer& layer) const {
+    return static_cast<int64_t>(layer.head_dim) * (model_.gated ? 2 : 1);
+  }
 
   // Norms, clips and rotates one head of one token; a key goes on into the cache, and its value with it.
-  void turn_head(const LayerPlace& place, const quire_llama_layer& layer, int64_t token, int64_t head) {
-    const int dim = model_.head_dim, half = model_.rope_dim / 2;
+  void turn_head(int n, const quire_llama_layer& layer, int64_t token, int64_t head) {
+    const quire_rope& rope = model_.ropes[layer.rope];
+    const int dim = layer.head_dim;
     const int64_t key = head - model_.num_heads;
     const bool is_key = key >= 0;
     float* row = scratch_.qkv + token * layer.qkv.n;
-    float* x = row + (is_key ? model_.num_heads * query_stride() + key * dim : head * query_stride());
+    float* x = row + (is_key ? model_.num_heads * query_stride(layer) + key * dim : head * query_stride(layer));
+    float* value = is_key ? value_of(layer, x) : nullptr;
     const float* weight = is_key ? layer.key_norm : layer.query_norm;
     if (weight && !model_.joint_norm) scale_row(x, weight, rms_factor(x, dim, model_.norm_eps), dim, x);
     if (model_.clip > 0.0f) clip_row(x, model_.clip, dim);
-    const float* turn = model_.rope_table + run_.positions[token] * model_.rope_dim;
-    rotate(x, turn, turn + half, half);
+    const float* turn = rope.table + run_.positions[token] * 2 * rope.pairs;
+    rotate(x, turn, turn + rope.pairs, rope.pairs, rope.apart);
     if (!is_key) return;
-    float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;
     if (model_.clip > 0.0f) clip_row(value, model_.clip, dim);
+    const int64_t each = layer.num_kv_heads / pieces_of(parts_, n);
+    const LayerPlace place = layer_place(parts_, n, static_cast<int>(key / each));
     const int32_t slot = place.plan.step.slot_mapping[token];
-    store_slot(place.plan.cache, place.lane, slot, static_cast<int>(key), x, value);
+    store_slot(place.plan.cache, place.lane, slot, static_cast<int>(key % each), x, value);
+  }
+
+  // The value that goes with a key, which is not normed yet.
+  float* value_of(const quire_llama_layer& layer, float* key) const {
+    const int dim = layer.head_dim;
+    float* value = key + static_cast<int64_t>(layer.num_kv_heads) * dim;
+    if (layer.same_values) {
+      static thread_local std::vector<float> own;
+      own.assign(key, key + dim);
+      value = own.data();
+    }
+    if (layer.normed_values) scale_row(value, rms_factor(value, dim, model_.norm_eps), dim);
+    return value;
   }
 
   // Returns the inputs of the product that follows, in scratch.attended; in the last layer they may still be in `wide`.
   Mixed attend_layer(Member& me, int n, const quire_llama_layer& layer) {
-    const int dim = model_.head_dim;
+    const int dim = layer.head_dim;
     const quire_linear& w = layer.output;
     const Input in = input_at(w, step_.num_tokens, scratch_.attended);
-    const quire_rows query{scratch_.qkv, layer.qkv.n, query_stride(), QUIRE_F32};
     quire_rows out{in.data, in.stride / item_size(w), dim, input_type(w)};
     const bool wide = needs_put_row(w) || model_.gated;
     if (wide) out = {scratch_.wide, w.k, dim, QUIRE_F32};
-    const LayerPlace place = layer_place(parts_, n);
-    const quire_layer how{place.lane, layer.window, 0, model_.scale, 0.0f, nullptr};
-    attend(me.team, place.plan.cache, how, place.plan, query, out);
+    attend_pieces(me, n, layer, out);
     const bool left = wide && is_gathered(n);
     if (model_.gated) {
       me.team.phase(step_.num_tokens, rows_of_piece(w.k), [&](int64_t token) {
         float* x = scratch_.wide + token * w.k;
         const float* gates = scratch_.qkv + token * layer.qkv.n + dim;
         for (int64_t head = 0; head < model_.num_heads; ++head) {
-          gate_row(x + head * dim, gates + head * query_stride(), dim);
+          gate_row(x + head * dim, gates + head * query_stride(layer), dim);
         }
         if (!left) put_row(w, in, token, x);
       });
@@ -242,6 +303,20 @@ class Step {
     }
     me.clock.mark(QUIRE_PHASE_ATTENTION);
     return {in, left};
+  }
+
+  // Attends with the heads of each piece, one piece after the other.
+  void attend_pieces(Member& me, int n, const quire_llama_layer& layer, quire_rows out) {
+    const int pieces = pieces_of(parts_, n);
+    const int64_t heads = model_.num_heads / pieces, item = out.type == QUIRE_F32 ? 4 : 2;
+    quire_rows query{scratch_.qkv, layer.qkv.n, query_stride(layer), QUIRE_F32};
+    for (int piece = 0; piece < pieces; ++piece) {
+      const LayerPlace place = layer_place(parts_, n, piece);
+      const quire_layer how{place.lane, layer.window, 0, model_.scale, 0.0f, nullptr};
+      attend(me.team, place.plan.cache, how, place.plan, query, out);
+      query.data = static_cast<float*>(query.data) + heads * query.head_stride;
+      out.data = static_cast<char*>(out.data) + heads * out.head_stride * item;
+    }
   }
 
   bool is_gathered(int n) const { return n + 1 == model_.num_layers && !all_kept_; }
@@ -436,15 +511,93 @@ class Step {
     const quire_linear& down = layer.down;
     const Input inner = input_at(down, rows, scratch_.inner);
     norm(me, layer.mlp_norm, layer.gate_up, in, rows, residual, is_padded(down) ? &down : nullptr);
-    Output out{inner.data, inner.stride / item_size(down),
-               input_type(down) == QUIRE_F32 ? QUIRE_STORE_SILU_F32 : QUIRE_STORE_SILU_BF16};
+    Output out{inner.data, inner.stride / item_size(down), gated_store(input_type(down), model_.gelu)};
     const bool by_row = needs_put_row(down);
-    if (by_row) out = {scratch_.wide, down.k, QUIRE_STORE_SILU_F32};
+    if (by_row) out = {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)};
     multiply(me, layer.gate_up, in, rows, out);
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    multiply(me, down, inner, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
+    multiply(me, down, inner, rows, behind(layer, residual));
     me.clock.mark(QUIRE_PHASE_DOWN);
+    if (layer.added) add_normed(me, layer.added->mlp, behind_mlp(layer), residual, rows);
+  }
+
+  // Where a product behind a mixer or an MLP goes: to where `add_normed` takes it, or straight into the residual stream.
+  Output behind(const quire_llama_layer& layer, float* residual) const {
+    if (layer.added) return {scratch_.added, model_.hidden, QUIRE_STORE_F32};
+    return {residual, model_.hidden, QUIRE_STORE_ADD_F32};
+  }
+
+  // What multiplies the residual stream behind the MLP: the last part of a layer does it.
+  static float behind_mlp(const quire_llama_layer& layer) { return layer.token_gate ? 1.0f : layer.added->scalar; }
+
+  // Norms rows of `added`, and adds them to the residual stream, which is multiplied then.
+  void add_normed(Member& me, const float* weight, float scalar, float* residual, int64_t rows) {
+    const int64_t size = model_.hidden;
+    me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
+      const float* x = scratch_.added + row * size;
+      add_scaled_row(x, weight, rms_factor(x, size, model_.norm_eps), scalar, size, residual + row * size);
+    });
+    me.clock.mark(QUIRE_PHASE_NORM);
+  }
+
+  // What a layer takes of its tokens besides.
+  void take_input(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
+    const quire_token_gate& w = *layer.token_gate;
+    const int64_t size = w.gate.n, stride = model_.inputs->projection.n;
+    const bool kept = residual == scratch_.kept;
+    const Input in = input_at(w.gate, rows, scratch_.normed), inner = input_at(w.output, rows, scratch_.inner);
+    me.team.phase(rows, rows_of_piece(model_.hidden), [&](int64_t row) {
+      put_row(w.gate, in, row, residual + row * model_.hidden);
+    });
+    multiply(me, w.gate, in, rows, {scratch_.gated, size, QUIRE_STORE_F32});
+    me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
+      const int64_t token = kept ? run_.keep[row] : row;
+      float* x = scratch_.gated + row * size;
+      gelu_gate_row(x, scratch_.inputs + token * stride + layer.input * size, size);
+      put_row(w.output, inner, row, x);
+    });
+    me.clock.mark(QUIRE_PHASE_GATE_UP);
+    multiply(me, w.output, inner, rows, {scratch_.added, model_.hidden, QUIRE_STORE_F32});
+    me.clock.mark(QUIRE_PHASE_DOWN);
+    add_normed(me, w.norm, layer.added->scalar, residual, rows);
+  }
+
+  // Experts beside an MLP: each has a norm of its own before it and behind it.
+  void experts_beside(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
+    const quire_experts& w = *layer.experts;
+    const quire_added_norms& norms = *layer.added;
+    const quire_linear &gate_up = w.shared.gate_up, &down = w.shared.down;
+    const int64_t size = model_.hidden;
+    const float eps = model_.norm_eps;
+    const Input in = input_at(w.router, rows, scratch_.normed);
+    const Input shared = input_at(gate_up, rows, scratch_.of_shared), inner = input_at(down, rows, scratch_.inner);
+    const Input taken{scratch_.of_experts, size * static_cast<int64_t>(sizeof(float)), nullptr, nullptr};
+    me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
+      const float* x = residual + row * size;
+      norm_row(x, norms.router, eps, w.router, in, row);
+      norm_row(x, layer.mlp_norm, eps, gate_up, shared, row);
+      scale_row(x, norms.experts, rms_factor(x, size, eps), size, scratch_.of_experts + row * size);
+      std::fill(scratch_.from_experts + row * size, scratch_.from_experts + (row + 1) * size, 0.0f);
+    });
+    me.clock.mark(QUIRE_PHASE_NORM);
+    multiply(me, w.router, in, rows, {experts_.logits(), w.count, QUIRE_STORE_F32});
+    experts_.gate_up(me.team, w, taken, rows);
+    me.clock.mark(QUIRE_PHASE_GATE_UP);
+    experts_.down(me.team, w, rows, scratch_.from_experts);
+    me.clock.mark(QUIRE_PHASE_DOWN);
+    multiply(me, gate_up, shared, rows, {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)});
+    put_rows(me, down, inner, rows);
+    me.clock.mark(QUIRE_PHASE_GATE_UP);
+    multiply(me, down, inner, rows, {scratch_.added, size, QUIRE_STORE_F32});
+    me.clock.mark(QUIRE_PHASE_DOWN);
+    me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
+      float *x = scratch_.added + row * size, *y = scratch_.from_experts + row * size;
+      scale_row(x, norms.behind_shared, rms_factor(x, size, eps), size, x);
+      add_scaled_row(y, norms.behind_experts, rms_factor(y, size, eps), 1.0f, size, x);
+      add_scaled_row(x, norms.mlp, rms_factor(x, size, eps), behind_mlp(layer), size, residual + row * size);
+    });
+    me.clock.mark(QUIRE_PHASE_NORM);
   }
 
   void experts(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
@@ -468,7 +621,7 @@ class Step {
       put_row(gate_up, in, row, x);
       scratch_.shares[row] = sigmoid(dot(x, w.shared_gate, model_.hidden));
     });
-    multiply(me, gate_up, in, rows, {scratch_.wide, down.k, QUIRE_STORE_SILU_F32});
+    multiply(me, gate_up, in, rows, {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)});
     me.team.phase(rows, rows_of_piece(down.k), [&](int64_t row) {
       float* x = scratch_.wide + row * down.k;
       for (int64_t i = 0; i < down.k; ++i) x[i] *= scratch_.shares[row];
@@ -493,6 +646,13 @@ class Step {
     const Input in = input_at(model_.head, run_.num_keep, scratch_.head);
     norm(me, model_.final_norm, model_.head, in, run_.num_keep, residual);
     multiply(me, model_.head, in, run_.num_keep, {run_.logits, model_.vocab, QUIRE_STORE_F32});
+    if (model_.logit_cap > 0.0f) {
+      const int64_t vocab = model_.vocab, pieces = (vocab + kCapped - 1) / kCapped;
+      me.team.phase(run_.num_keep * pieces, [&](int64_t piece) {
+        const int64_t first = piece % pieces * kCapped;
+        cap_row(run_.logits + piece / pieces * vocab + first, model_.logit_cap, std::min(kCapped, vocab - first));
+      });
+    }
     me.clock.mark(QUIRE_PHASE_HEAD);
   }
 
@@ -521,6 +681,7 @@ class Step {
   const quire_llama_run& run_;
   const LlamaScratch scratch_;
   Experts experts_;
+  const int last_writer_;
   bool all_kept_;
 };
 
@@ -566,6 +727,14 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
   out.of_gates = take(most(model, [&](Layer layer) {
     return layer.delta ? input_bytes(layer.delta->gates, tokens) : 0;
   }));
+  const int64_t most_added = most(model, [](Layer layer) { return layer.added != nullptr; }) * most_rows * hidden;
+  const int64_t beside = most(model, [](Layer layer) { return layer.added && layer.experts; }) * most_rows * hidden;
+  const int64_t input = model.inputs ? model.inputs->size : 0;
+  out.added = floats(most_added);
+  out.of_experts = floats(beside);
+  out.from_experts = floats(beside);
+  out.inputs = floats(model.inputs ? tokens * model.inputs->projection.n : 0);
+  out.gated = floats(most_rows * input);
   const auto has_shared = [](Layer layer) { return layer.experts && layer.experts->shared.gate_up.memory; };
   out.shares = floats(most_rows * most(model, has_shared));
   out.of_shared = take(most(model, [&](Layer layer) {
@@ -573,13 +742,16 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
   }));
   out.normed = take(most(model, [&](Layer layer) {
     const quire_linear& mlp = layer.experts ? layer.experts->router : layer.gate_up;
-    return std::max(input_bytes(layer.qkv, tokens), input_bytes(mlp, std::max(tokens, kept)));
+    const size_t gate = layer.token_gate ? input_bytes(layer.token_gate->gate, most_rows) : 0;
+    const size_t projection = model.inputs ? input_bytes(model.inputs->projection, tokens) : 0;
+    return std::max({input_bytes(layer.qkv, tokens), input_bytes(mlp, most_rows), gate, projection});
   }));
   out.attended = take(most(model, [&](Layer layer) { return input_bytes(layer.output, tokens); }));
   out.attended_kept = take(most(model, [&](Layer layer) { return input_bytes(layer.output, kept); }));
   out.inner = take(most(model, [&](Layer layer) {
-    return std::max(input_bytes(layer.down, tokens),
-                    has_shared(layer) ? input_bytes(layer.experts->shared.down, most_rows) : 0);
+    return std::max({input_bytes(layer.down, tokens),
+                     has_shared(layer) ? input_bytes(layer.experts->shared.down, most_rows) : 0,
+                     layer.token_gate ? input_bytes(layer.token_gate->output, most_rows) : 0});
   }));
   out.head = take(input_bytes(model.head, kept));
   out.experts = take(lay_out_experts(model, std::max(tokens, kept), nullptr).bytes);
@@ -595,7 +767,10 @@ extern "C" int32_t quire_llama_forward(const quire_llama* model, const quire_par
   const int32_t refused = quire::refusal(*model, *run, plan.step);
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;
   for (int n = 0; n < model->num_layers; ++n) {
-    if (!model->layers[n].conv) quire::prepare(quire::layer_place(*parts, n).plan, model->layers[n].window);
+    if (model->layers[n].conv) continue;
+    for (int piece = 0; piece < quire::pieces_of(*parts, n); ++piece) {
+      quire::prepare(quire::layer_place(*parts, n, piece).plan, model->layers[n].window);
+    }
   }
   quire::Step step(*model, *parts, *run);
   quire::run_team(plan.members, step.phases(), [&](quire::Team& team) { step.forward(team); });

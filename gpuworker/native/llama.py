@@ -35,8 +35,10 @@ class ExpertsStruct(ctypes.Structure):
         ("router", LinearStruct),
         ("each", ctypes.POINTER(ExpertStruct)),
         ("shared", ExpertStruct),
-        ("shared_gate", _pointer),
-        *((name, _int32) for name in ("count", "top_k", "normalised", "reserved")),
+        *((name, _pointer) for name in ("shared_gate", "bias", "scales")),
+        *((name, _int32) for name in ("count", "top_k", "normalised", "sigmoid")),
+        ("factor", _float),
+        ("reserved", _int32),
     )
 
 
@@ -63,6 +65,39 @@ class DeltaStruct(ctypes.Structure):
     )
 
 
+class AddedNormsStruct(ctypes.Structure):
+    """quire_added_norms."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("attention", "mlp", "router", "experts", "behind_shared", "behind_experts")),
+        ("scalar", _float),
+        ("reserved", _int32),
+    )
+
+
+class TokenGateStruct(ctypes.Structure):
+    """quire_token_gate."""
+
+    _fields_ = (("gate", LinearStruct), ("output", LinearStruct), ("norm", _pointer))
+
+
+class TokenInputsStruct(ctypes.Structure):
+    """quire_token_inputs."""
+
+    _fields_ = (
+        ("projection", LinearStruct),
+        *((name, _pointer) for name in ("table", "norm")),
+        *((name, _float) for name in ("projection_scale", "row_scale")),
+        *((name, _int32) for name in ("table_type", "size", "count", "reserved")),
+    )
+
+
+class RopeStruct(ctypes.Structure):
+    """quire_rope."""
+
+    _fields_ = (("table", _pointer), ("pairs", _int32), ("apart", _int32))
+
+
 class LlamaLayerStruct(ctypes.Structure):
     """quire_llama_layer."""
 
@@ -71,10 +106,12 @@ class LlamaLayerStruct(ctypes.Structure):
         ("experts", ctypes.POINTER(ExpertsStruct)),
         ("conv", ctypes.POINTER(ConvStruct)),
         ("delta", ctypes.POINTER(DeltaStruct)),
+        ("added", ctypes.POINTER(AddedNormsStruct)),
+        ("token_gate", ctypes.POINTER(TokenGateStruct)),
         *((name, _pointer) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         ("state", _int64),
-        ("window", _int32),
-        ("reserved", _int32),
+        *((name, _int32) for name in ("window", "head_dim", "num_kv_heads", "rope")),
+        *((name, _int32) for name in ("borrows", "same_values", "normed_values", "input")),
     )
 
 
@@ -82,7 +119,7 @@ class LlamaStruct(ctypes.Structure):
     """quire_llama."""
 
     _fields_ = (
-        *((name, _int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")),
+        *((name, _int32) for name in ("num_layers", "hidden", "num_heads", "vocab")),
         ("norm_eps", _float),
         ("scale", _float),
         ("layers", ctypes.POINTER(LlamaLayerStruct)),
@@ -90,10 +127,13 @@ class LlamaStruct(ctypes.Structure):
         ("head", LinearStruct),
         ("embedding", _pointer),
         ("rows", LinearStruct),
-        ("rope_table", _pointer),
+        ("inputs", ctypes.POINTER(TokenInputsStruct)),
+        ("ropes", RopeStruct * 2),
         ("embedding_type", _int32),
         ("num_positions", _int32),
-        ("rope_dim", _int32),
+        ("embedding_scale", _float),
+        ("logit_cap", _float),
+        ("gelu", _int32),
         ("gated", _int32),
         ("clip", _float),
         ("joint_norm", _int32),
@@ -122,7 +162,8 @@ class PartsStruct(ctypes.Structure):
 
     _fields_ = (
         ("plans", ctypes.POINTER(_pointer)),
-        *((name, ctypes.POINTER(_int32)) for name in ("part", "lane")),
+        ("caches", _pointer),
+        *((name, ctypes.POINTER(_int32)) for name in ("heads", "first", "part", "lane")),
         *((name, _int32) for name in ("num_plans", "reserved")),
     )
 

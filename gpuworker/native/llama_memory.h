@@ -14,6 +14,11 @@ struct LlamaScratch {
   float* mixed;         // [T, channels], behind the convolution before a delta rule
   float* gates;         // [T, 2 value_heads]
   float* shares;        // [T], by which rows of a shared expert are multiplied
+  float* added;         // [T, hidden], what is normed before it is added to the residual stream
+  float* of_experts;    // [T, hidden], the inputs of experts beside an MLP
+  float* from_experts;  // [T, hidden], their outputs
+  float* inputs;        // [T, count · size], what layers take of tokens besides
+  float* gated;         // [T, size], by what that is multiplied
   void *normed, *attended, *attended_kept, *inner, *head, *experts, *of_gates, *of_shared;
   size_t bytes;
 };

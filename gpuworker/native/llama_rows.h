@@ -36,6 +36,21 @@ void scale_row(const float* x, const float* weight, float factor, int64_t count,
   for (; i < count; ++i) out[i] = as(x[i] * factor * weight[i], T());
 }
 
+// x = x · factor.
+inline void scale_row(float* x, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+// out = (out + x · factor · weight) · scalar.
+inline void add_scaled_row(const float* x, const float* weight, float factor, float scalar, int64_t count, float* out) {
+  const Vec by = Vec::all(factor), whole = Vec::all(scalar);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    ((Vec::load(out + i) + Vec::load(x + i) * by * Vec::load(weight + i)) * whole).store(out + i);
+  }
+  for (; i < count; ++i) out[i] = (out[i] + x[i] * factor * weight[i]) * scalar;
+}
+
 // Brings each number into [-limit, limit]; what is not a number stays so.
 inline void clip_row(float* x, float limit, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] = std::clamp(x[i], -limit, limit);
@@ -55,20 +70,32 @@ void widen_row(const void* from, int64_t row, int64_t count, float* out) {
   }
 }
 
-// Rotates a head in place: element i with element i + half, by the angle whose cosine and sine are given.
-inline void rotate(float* head, const float* cosine, const float* sine, int half) {
-  float* second = head + half;
+// Widens a row of numbers of a quire_type.
+inline void widen_row(const void* from, int32_t type, int64_t row, int64_t count, float* out) {
+  if (type == QUIRE_F32) return widen_row<float>(from, row, count, out);
+  return type == QUIRE_F16 ? widen_row<f16>(from, row, count, out) : widen_row<bf16>(from, row, count, out);
+}
+
+// Rotates a head in place: element i with element i + apart, by the angle whose cosine and sine are given.
+inline void rotate(float* head, const float* cosine, const float* sine, int pairs, int apart) {
+  float* second = head + apart;
   int i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
+  for (; i + kLanes <= pairs; i += kLanes) {
     const Vec a = Vec::load(head + i), b = Vec::load(second + i), c = Vec::load(cosine + i), s = Vec::load(sine + i);
     (a * c - b * s).store(head + i);
     fma(b, c, a * s).store(second + i);
   }
-  for (; i < half; ++i) {
+  for (; i < pairs; ++i) {
     const float a = head[i], b = second[i];
     head[i] = a * cosine[i] - b * sine[i];
     second[i] = b * cosine[i] + a * sine[i];
   }
+}
+
+// The store of a paired product whose outputs have this type.
+inline quire_store gated_store(quire_type type, bool gelu) {
+  if (type == QUIRE_F32) return gelu ? QUIRE_STORE_GELU_F32 : QUIRE_STORE_SILU_F32;
+  return gelu ? QUIRE_STORE_GELU_BF16 : QUIRE_STORE_SILU_BF16;
 }
 
 inline void* row_of(const Input& in, int64_t row) { return static_cast<char*>(in.data) + row * in.stride; }

@@ -29,7 +29,7 @@ typedef struct {
   int32_t group;     // inputs (k) that share a scale, a multiple of 16 that divides k; 0: one scale for each of the n
   int32_t has_zeros; // weights are q · scale + shift, such as those with a zero point; needs groups
   int32_t has_bias;
-  int32_t paired;    // two sources of n / 2 rows each, gate then up, for the SILU stores
+  int32_t paired;    // two sources of n / 2 rows each, gate then up, for the SILU and GELU stores
   int32_t reserved;
   int64_t n, k;      // of all sources together
   void *memory;
@@ -46,13 +46,16 @@ typedef struct {
   int32_t reserved;
 } quire_source;
 
-// How a result is stored. The SILU stores give n / 2 columns silu(gate) · up of a paired weight.
+// How a result is stored. The SILU stores give n / 2 columns silu(gate) · up of a paired weight, the GELU stores
+// gelu(gate) · up by tanh.
 enum quire_store {
   QUIRE_STORE_F32 = 0,
   QUIRE_STORE_BF16 = 1,
   QUIRE_STORE_ADD_F32 = 2,  // adds into what is there: the residual stream
   QUIRE_STORE_SILU_F32 = 3,
-  QUIRE_STORE_SILU_BF16 = 4
+  QUIRE_STORE_SILU_BF16 = 4,
+  QUIRE_STORE_GELU_F32 = 5,
+  QUIRE_STORE_GELU_BF16 = 6
 };
 
 // Bytes of memory that a weight takes once packed; 0 when the description cannot be served.

@@ -1,5 +1,5 @@
 // The C interface of the forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE),
-// or of one with layers that keep a state (LFM2, Qwen3-Next, Qwen3.5), in one call and one parallel region.
+// of one with layers that keep a state (LFM2, Qwen3-Next, Qwen3.5), or of Gemma 4, in one call and one parallel region.
 //
 // The residual stream is float32; the input of a product has that product's type. All work but attention is done row by
 // row, so a row's numbers do not depend on other rows of the step; for attention see `begin` in attention.h.
@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-// Experts in place of a layer's MLP: a row goes through the `top_k` of the largest router logits, and adds up their
-// outputs by weight.
+// Experts in place of a layer's MLP, or beside it: a row goes through the `top_k` of the largest router logits, and adds up
+// their outputs by weight.
 typedef struct {
   quire_linear gate_up, down;  // gate_up is paired
 } quire_expert;
@@ -23,8 +23,12 @@ typedef struct {
   const quire_expert *each;  // [count]
   quire_expert shared;       // what each row goes through besides; without memory there is none
   const float *shared_gate;  // [hidden]: its output is multiplied by the sigmoid of the row's product with this
+  const float *bias;         // [count], or null: added to the sigmoids by which experts are chosen, and to no weight
+  const float *scales;       // [count], or null: multiply the weights of experts
   int32_t count, top_k;
   int32_t normalised;        // weights are a softmax over the chosen experts; 0: over all
+  int32_t sigmoid;           // weights are sigmoids in place of a softmax; `normalised` divides them by their sum
+  float factor;              // with `sigmoid`: multiplies all weights
   int32_t reserved;
 } quire_experts;
 
@@ -52,29 +56,71 @@ typedef struct {
   int32_t key_heads, value_heads, key_dim, value_dim;
 } quire_delta;
 
+// Norms of what a layer adds to the residual stream, [hidden] each. With experts the MLP is their `shared`, the layer's
+// mlp_norm is its own, and what both give is normed, added up, and normed by `mlp`.
+typedef struct {
+  const float *attention, *mlp;
+  const float *router, *experts;                 // of the inputs; null without experts
+  const float *behind_shared, *behind_experts;
+  float scalar;                                  // multiplies the residual stream behind the layer
+  int32_t reserved;
+} quire_added_norms;
+
+// What a layer takes of its tokens besides: gelu(gate(x)) · input goes through `output` and a norm into the residual stream.
+typedef struct {
+  quire_linear gate, output;  // [size, hidden], [hidden, size]
+  const float *norm;          // [hidden]
+} quire_token_gate;
+
+// Those inputs, `size` numbers for each of `count` layers: (norm(projection(x) · projection_scale) + row · row_scale) / √2
+// for the embedded token x and its row in a table.
+typedef struct {
+  quire_linear projection;  // [count · size, hidden]
+  const void *table;        // [vocab, count · size] of table_type
+  const float *norm;        // [size]
+  float projection_scale, row_scale;
+  int32_t table_type, size, count, reserved;
+} quire_token_inputs;
+
+// A rotation of heads: cosines and sines [num_positions, 2, pairs], by which numbers i and i + apart are turned.
+typedef struct {
+  const float *table;
+  int32_t pairs, apart;
+} quire_rope;
+
 typedef struct {
   quire_linear qkv, output, gate_up, down;  // qkv: q, k, v one below the other, or what `conv` says; gate_up is paired
   const quire_experts *experts;             // null, or what runs in place of gate_up and down
   const quire_conv *conv;    // null: the layer attends. Without `delta` qkv gives B, C, x: C · conv(B · x) goes on
   const quire_delta *delta;  // null, or what runs behind a convolution of q, k and v of all heads
+  const quire_added_norms *added;           // null: what the layer gives is added as it is
+  const quire_token_gate *token_gate;       // null, or what runs behind the MLP; only with `added`
   const float *attention_norm, *mlp_norm;   // [hidden]
   const float *query_norm, *key_norm;       // [head_dim], or null: queries and keys are not normed; see joint_norm
   int64_t state;                            // bytes before its state in a row of states
   int32_t window;                           // positions that a query sees; 0: all
-  int32_t reserved;
+  int32_t head_dim, num_kv_heads;
+  int32_t rope;          // which of the model's rotations its heads have
+  int32_t borrows;       // qkv has queries alone: K and V are those of an earlier layer, at whose place the layer attends
+  int32_t same_values;   // qkv has no values: they are the keys, before norm and rope
+  int32_t normed_values; // values are divided by their root mean square
+  int32_t input;         // which of the token inputs `token_gate` takes
 } quire_llama_layer;
 
 typedef struct {
-  int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocab;
+  int32_t num_layers, hidden, num_heads, vocab;
   float norm_eps, scale;
   const quire_llama_layer *layers;
   const float *final_norm;   // [hidden]
   quire_linear head;         // [vocab, hidden]
   const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of a packed weight
   quire_linear rows;         // that weight, [vocab, hidden]; without memory it is `head`
-  const float *rope_table;  // [num_positions, 2, rope_dim / 2], cosines then sines
+  const quire_token_inputs *inputs;  // null where no layer has a token_gate
+  quire_rope ropes[2];
   int32_t embedding_type, num_positions;
-  int32_t rope_dim;    // the first numbers of a head, which are rotated
+  float embedding_scale;  // multiplies the rows of the embedding
+  float logit_cap;        // logits become cap · tanh(logit / cap); 0: they stay
+  int32_t gelu;        // gates of MLPs and experts go through gelu; 0: through silu
   int32_t gated;       // qkv has a gate [head_dim] behind each head's query: its sigmoid multiplies what is attended
   float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not
   int32_t joint_norm;  // all query heads are normed as one row, and all key heads: weights [heads · head_dim]
@@ -110,11 +156,14 @@ typedef struct {
 } quire_llama_run;
 
 // The plans of a step, and where the K and V of each layer lie. Where layers are groups, those that one table serves have
-// a plan: layer n attends by plans[part[n]], and is layer lane[n] of its cache; of a layer that does not attend neither is
-// read. Without `part` layer n is layer n of the only plan.
+// a plan, and so have layers of one shape. Layer n attends in pieces first[n] .. first[n + 1] - 1, which have equally many
+// of its heads, in order: piece i attends by plans[part[i]], and is layer lane[i] of its cache. A layer that does not attend
+// has no piece. Without `first` layer n is one piece, layer n of the only plan.
 typedef struct {
   quire_attention *const *plans;
-  const int32_t *part, *lane;  // [num_layers], or null
+  const quire_cache *caches;           // [num_plans], for which plans are begun
+  const int32_t *heads;                // [num_plans]: query heads of a piece
+  const int32_t *first, *part, *lane;  // [num_layers + 1], [first[num_layers]] twice; or null
   int32_t num_plans, reserved;
 } quire_parts;
 

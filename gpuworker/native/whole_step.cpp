@@ -45,9 +45,13 @@ bool within_cache(const quire_cache& cache, const quire_step& step) {
 }
 
 bool within_cache(const quire_whole_step& whole) {
-  const quire_cache& cache = *whole.cache;
-  bool all = within(whole.copies, 2 * static_cast<int64_t>(whole.num_copies), cache.num_blocks);
-  for (int32_t n = 0; whole.num_rows && n < whole.parts.num_plans; ++n) all &= within_cache(cache, whole.steps[n]);
+  bool all = true;
+  for (int32_t n = 0; n < whole.num_pools; ++n) {
+    all &= within(whole.copies, 2 * static_cast<int64_t>(whole.num_copies), whole.pools[n].num_blocks);
+  }
+  for (int32_t n = 0; whole.num_rows && n < whole.parts.num_plans; ++n) {
+    all &= within_cache(whole.parts.caches[n], whole.steps[n]);
+  }
   return all;
 }
 
@@ -73,12 +77,12 @@ extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
   move(whole.before, whole.num_before, whole.threads);
   if (!within_cache(whole)) return QUIRE_STEP_BAD_BLOCK;
-  quire_copy_blocks(whole.cache, whole.copies, whole.num_copies);
+  for (int32_t n = 0; n < whole.num_pools; ++n) quire_copy_blocks(&whole.pools[n], whole.copies, whole.num_copies);
   if (!whole.num_rows) return 0;
   quire_take_tokens(&whole.take);
   for (int32_t n = 0; n < whole.parts.num_plans; ++n) {
-    quire_attention_begin(whole.parts.plans[n], whole.cache, &whole.steps[n], whole.model->num_heads, whole.threads,
-                          whole.deterministic);
+    quire_attention_begin(whole.parts.plans[n], &whole.parts.caches[n], &whole.steps[n], whole.parts.heads[n],
+                          whole.threads, whole.deterministic);
   }
   quire_llama_run run = whole.run;
   if (whole.sample.followers) {

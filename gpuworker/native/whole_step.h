@@ -19,7 +19,7 @@ typedef struct {
 
 typedef struct {
   const int32_t *copies;  // [num_copies, 2]: blocks to copy from and to, in this order
-  const quire_cache *cache;
+  const quire_cache *pools;  // [num_pools]: the memory of all layers, of equally many blocks each
   quire_parts parts;
   const quire_llama *model;
   quire_take take;          // its token_ids are those of `run`
@@ -27,7 +27,7 @@ typedef struct {
   quire_llama_run run;    // its logits are those of `sample`
   quire_sample sample;        // without rows when no row samples
   quire_score score;          // without rows when no prompt is scored; its logits come behind those of `sample`
-  int32_t num_copies, num_rows, threads, deterministic;
+  int32_t num_copies, num_pools, num_rows, threads, deterministic, reserved;
   const quire_move *before, *behind;  // done before all else, and when the forward is done; each in any order
   int64_t num_before, num_behind;
 } quire_whole_step;

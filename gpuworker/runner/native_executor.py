@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
-from gpuworker.attention.native_backend import CacheStruct, StepStruct
+from gpuworker.attention.native_backend import CacheStruct, StepStruct, cache_struct
 from gpuworker.attention.native_parts import NativeParts
+from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import state_group
 from gpuworker.memory.state_store import StateStore
 from gpuworker.memory.token_table import TokenTable
@@ -47,7 +48,7 @@ class WholeStep(ctypes.Structure):
 
     _fields_ = (
         ("copies", _pointer),
-        ("cache", ctypes.POINTER(CacheStruct)),
+        ("pools", ctypes.POINTER(CacheStruct)),
         ("parts", PartsStruct),
         ("model", ctypes.POINTER(LlamaStruct)),
         ("take", _Take),
@@ -55,7 +56,7 @@ class WholeStep(ctypes.Structure):
         ("run", LlamaRunStruct),
         ("sample", SampleCall),
         ("score", ScoreCall),
-        *((name, _int32) for name in ("num_copies", "num_rows", "threads", "deterministic")),
+        *((name, _int32) for name in ("num_copies", "num_pools", "num_rows", "threads", "deterministic", "reserved")),
         *((name, _pointer) for name in ("before", "behind")),
         *((name, ctypes.c_int64) for name in ("num_before", "num_behind")),
     )
@@ -132,11 +133,12 @@ class NativeExecutor:
         tokens: TokenTable,
         failures: Failures,
         threads: int,
+        cache: KvCache,
         store: StateStore | None = None,
     ) -> None:
         """`store` copies states into pages, where the cache has checkpoints of them."""
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
-        self._threads = threads
+        self._threads, self._pools = threads, _pools_of(cache)
         self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
@@ -165,7 +167,7 @@ class NativeExecutor:
     def _clear(self, step: RunnerStep) -> _Described:
         """Describe what is left of a step behind one that failed: later ones rely on pages that were cleared."""
         assert self._checkpoints is not None, "no page held states"
-        whole = WholeStep(cache=ctypes.pointer(self._attention.cache), threads=self._threads)
+        whole = WholeStep(threads=self._threads)
         described = _Described(whole, np.empty((0, 2), dtype=np.int32))
         described.move(self._checkpoints.clears(step), _NO_MOVES)
         return described
@@ -186,7 +188,8 @@ class NativeExecutor:
         copies = np.array([(copy.src, copy.dst) for copy in step.copies], dtype=np.int32).reshape(-1, 2)
         whole = WholeStep(
             copies=copies.ctypes.data,
-            cache=ctypes.pointer(self._attention.cache),
+            pools=self._pools,
+            num_pools=len(self._pools),
             parts=self._attention.struct,
             model=ctypes.pointer(self._model.packed.struct),
             num_copies=len(copies),
@@ -276,7 +279,13 @@ def native_executor(parts: ExecutorParts) -> NativeExecutor:
     model = parts.model
     if not isinstance(model, LlamaCpuModel):
         raise TypeError(f"{type(model).__name__} has no native call")
-    attention = NativeParts(parts.attention, model.packed.struct.num_layers)
+    attention = model.parts_of(parts.attention)
     model.extend_rope(parts.tokens.width)
     store = StateStore(parts.cache) if state_group(parts.cache.geometry.groups) is not None else None
-    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, store)
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, parts.cache, store)
+
+
+def _pools_of(cache: KvCache) -> ctypes.Array[CacheStruct]:
+    """Return the memory of all layers as C sees it: one cache, or one for each shape of layers."""
+    caches = [cache.lanes] if cache.lanes is not None else cache.parts or [cache]
+    return (CacheStruct * len(caches))(*map(cache_struct, caches))

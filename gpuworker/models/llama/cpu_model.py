@@ -16,7 +16,7 @@ from gpuworker.attention.native_parts import NativeParts
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.llama.pack import PackedModel
-from gpuworker.models.llama.spec import rope_table
+from gpuworker.models.llama.spec import Rope, ropes
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, PartsStruct, Refusal
 
@@ -68,9 +68,9 @@ class LlamaCpuModel:
     """
 
     def __init__(
-        self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: torch.Tensor | None = None
+        self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: tuple[Rope, ...] = ()
     ) -> None:
-        """`rope` is the table of another model of this configuration; without one it is made."""
+        """`rope` has the rotations of another model of this configuration; without any they are made."""
         self.config, self.packed, self.kv_dtype = config, packed, kv_dtype
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
@@ -78,10 +78,10 @@ class LlamaCpuModel:
         if packed.state_bytes:
             self.states = PlacedStates(packed.spec.keeping, packed.state_bytes)
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
-        if rope is None:
-            self.extend_rope(_FIRST_POSITIONS)
-        else:
+        if rope:
             self._use_rope(rope)
+        else:
+            self.extend_rope(_FIRST_POSITIONS)
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +117,12 @@ class LlamaCpuModel:
 
     def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope_table)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope)
+
+    def parts_of(self, attention: AttentionBackend) -> NativeParts:
+        """Return what the library attends by. Raises TypeError for attention that it cannot call."""
+        spec = self.packed.spec
+        return NativeParts(attention, spec.num_layers, spec.num_heads, spec.sources)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
@@ -138,10 +143,10 @@ class LlamaCpuModel:
 
     def _forward(self, described: DescribedRun, sink: AttentionBackend) -> torch.Tensor:
         try:
-            parts = NativeParts(sink, self.packed.struct.num_layers)
+            parts = self.parts_of(sink)
         except TypeError as error:
             raise EngineFailure(f"the native model attends by native attention: {error}") from None
-        parts.plan_step(self.packed.spec.num_heads)
+        parts.plan_step()
         self._run(described.run, parts.struct, described.kept[1])
         self.add_up(described)
         return described.out[: described.run.num_keep]
@@ -219,8 +224,10 @@ class LlamaCpuModel:
     def extend_rope(self, positions: int) -> None:
         """Extend the rope table to so many positions, at most those of the model; no step runs meanwhile."""
         length = min(positions, context_limit(self.config))
-        self._use_rope(rope_table(self.config, length))
+        self._use_rope(ropes(self.config, length))
 
-    def _use_rope(self, table: torch.Tensor) -> None:
-        self._rope_table = table
-        self.packed.struct.rope_table, self.packed.struct.num_positions = table.data_ptr(), len(table)
+    def _use_rope(self, rope: tuple[Rope, ...]) -> None:
+        self._rope, struct = rope, self.packed.struct
+        struct.num_positions = len(rope[0].table)
+        for found, each in zip(struct.ropes, rope, strict=False):
+            found.table, found.pairs, found.apart = each.table.data_ptr(), each.table.shape[2], each.apart

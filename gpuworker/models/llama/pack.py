@@ -16,17 +16,21 @@ import torch
 
 from gpuworker.checkpoints.progress import counted
 from gpuworker.models.llama.linears import LinearReader, LinearWeight, in_words
-from gpuworker.models.llama.spec import ATTENTION, DELTA, DeltaSpec, ExpertsSpec, LlamaSpec
+from gpuworker.models.llama.spec import ATTENTION, DELTA, DeltaSpec, ExpertsSpec, GemmaSpec, LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
+    TOKEN_NORM,
     FusedLinear,
     LayerTensors,
     final_norm,
     head_tensors,
     layer_tensors,
+    token_projection,
+    token_table,
 )
 from gpuworker.native.linear import Arena, Kind, LinearStruct, PackedLinear, Rows
 from gpuworker.native.llama import (
+    AddedNormsStruct,
     ConvStruct,
     DeltaStruct,
     ExpertsStruct,
@@ -34,11 +38,13 @@ from gpuworker.native.llama import (
     LlamaLayerStruct,
     LlamaStruct,
     SpreadStruct,
+    TokenGateStruct,
+    TokenInputsStruct,
     bind,
 )
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # quire_type
-Holder = LlamaLayerStruct | ExpertStruct | LlamaStruct
+Holder = LlamaLayerStruct | ExpertStruct | LlamaStruct | TokenGateStruct | TokenInputsStruct
 """A structure with linears as its fields, by their roles."""
 
 
@@ -53,23 +59,26 @@ class PackedModel:
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
             vocab=spec.vocab_size,
             norm_eps=spec.norm_eps,
             scale=spec.scale,
             clip=spec.clip or 0.0,
             joint_norm=spec.joint_norm,
-            rope_dim=spec.rotary_dim or spec.head_dim,
+            embedding_scale=1.0,
             gated=spec.gated,
             layers=self.layers,
         )
         self._experts: list[ExpertsStruct] = []
         self._mixers: list[ConvStruct | DeltaStruct] = []
+        self._added: list[AddedNormsStruct | TokenGateStruct] = []
+        for index, layer in enumerate(self.layers):
+            layer.head_dim, layer.num_kv_heads = spec.heads(index)
         if spec.experts is not None:
             self._describe(spec.experts)
         for layer in spec.keeping:
             self._describe_state(self.layers[layer], spec.kind(layer))
+        if spec.gemma is not None:
+            self._describe_gemma(spec.gemma)
         self.state_bytes = self._place_states()
         """Bytes of the states of one sequence, in all layers."""
         self.arena = Arena()
@@ -78,9 +87,30 @@ class PackedModel:
     def _describe(self, experts: ExpertsSpec) -> None:
         for layer in itertools.compress(self.layers, experts.layers):
             each = (ExpertStruct * experts.count)()
-            options = {"top_k": experts.top_k, "normalised": experts.normalised}
-            self._experts.append(ExpertsStruct(each=each, count=experts.count, **options))
+            options = {"top_k": experts.top_k, "normalised": experts.normalised, "sigmoid": experts.sigmoid}
+            self._experts.append(ExpertsStruct(each=each, count=experts.count, factor=experts.factor, **options))
             layer.experts = ctypes.pointer(self._experts[-1])
+
+    def _describe_gemma(self, gemma: GemmaSpec) -> None:
+        self.struct.gelu, self.struct.logit_cap = True, gemma.cap or 0.0
+        # transformers keeps the factor in the type of the embedding.
+        self.struct.embedding_scale = float(torch.tensor(gemma.embedding_scale, dtype=self.dtype))
+        for index, (layer, its) in enumerate(zip(self.layers, gemma.layers, strict=True)):
+            layer.rope, layer.borrows, layer.same_values = not its.slides, its.borrows, its.same_values
+            layer.normed_values, layer.input = True, index
+            added, gate = AddedNormsStruct(scalar=1.0), TokenGateStruct()
+            self._added += (added, gate)
+            layer.added = ctypes.pointer(added)
+            if gemma.input_size:
+                layer.token_gate = ctypes.pointer(gate)
+        if gemma.input_size:
+            self.inputs = TokenInputsStruct(
+                projection_scale=self.spec.hidden_size**-0.5,
+                row_scale=float(torch.tensor(gemma.input_size**0.5, dtype=self.dtype)),
+                size=gemma.input_size,
+                count=gemma.input_layers,
+            )
+            self.struct.inputs = ctypes.pointer(self.inputs)
 
     def _describe_state(self, layer: LlamaLayerStruct, kind: str) -> None:
         spec, delta = self.spec, self.spec.delta if kind == DELTA else None
@@ -111,6 +141,11 @@ class PackedModel:
             if tensors.shared is not None:
                 shared = layer.experts[0].shared
                 yield from ((linear, shared) for linear in (tensors.shared.gate_up, tensors.shared.down))
+            if tensors.token_gate is not None:
+                gate = layer.token_gate[0]
+                yield from ((linear, gate) for linear in (tensors.token_gate.gate, tensors.token_gate.output))
+        if token_table(self.spec) is not None:
+            yield token_projection(self.spec), self.inputs
         yield head_tensors(self.spec), self.struct
 
     @property
@@ -159,6 +194,10 @@ def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> P
         _fill_router(packed, layer_tensors(spec, index), layer, reader)
         if spec.kind(index) != ATTENTION:
             _fill_mixer(packed, layer_tensors(spec, index), layer, reader)
+        if spec.gemma is not None:
+            _fill_added(packed, layer_tensors(spec, index), layer, reader)
+    if (table := token_table(spec)) is not None:
+        _fill_inputs(packed, table, reader)
     packed.struct.final_norm = _norm(packed, final_norm(spec), spec.hidden_size, reader)
     if not _rows_are_in_head(packed, reader):
         _fill_rows(packed, reader)
@@ -197,10 +236,36 @@ def _packed(packed: PackedModel, linear: FusedLinear, weight: LinearWeight) -> L
 
 def _fill_norms(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
     spec, hidden = packed.spec, packed.spec.hidden_size
+    joint = spec.joint_norm
     layer.attention_norm = _norm(packed, tensors.attention_norm, hidden, reader)
     layer.mlp_norm = _norm(packed, tensors.mlp_norm, hidden, reader)
-    layer.query_norm = _norm(packed, tensors.query_norm, spec.query_norm_size, reader)
-    layer.key_norm = _norm(packed, tensors.key_norm, spec.key_norm_size, reader)
+    layer.query_norm = _norm(packed, tensors.query_norm, spec.query_norm_size if joint else layer.head_dim, reader)
+    layer.key_norm = _norm(packed, tensors.key_norm, spec.key_norm_size if joint else layer.head_dim, reader)
+
+
+def _fill_added(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
+    """Fill in the norms of what a layer of Gemma 4 gives."""
+    names, hidden, found = tensors.added, packed.spec.hidden_size, layer.added[0]
+    assert names is not None
+    found.attention, found.mlp = (_norm(packed, each, hidden, reader) for each in (names.attention, names.mlp))
+    found.scalar = float(reader.tensor(names.scalar, (1,)))
+    if tensors.token_gate is not None:
+        layer.token_gate[0].norm = _norm(packed, tensors.token_gate.norm, hidden, reader)
+    if names.router is None or names.experts is None or tensors.expert_scales is None:
+        return
+    found.router = _floats(packed, reader.tensor(names.router, (hidden,)).float() * hidden**-0.5)
+    each = (_norm(packed, name, hidden, reader) for name in names.experts)
+    found.experts, found.behind_shared, found.behind_experts = each
+    layer.experts[0].scales = _floats(packed, reader.tensor(tensors.expert_scales, (layer.experts[0].count,)))
+
+
+def _fill_inputs(packed: PackedModel, name: str, reader: LinearReader) -> None:
+    """Keep the table of what layers take of tokens besides, on the pages of its file."""
+    gemma, inputs = packed.spec.gemma, packed.inputs
+    assert gemma is not None
+    table = reader.tensor(name, (gemma.input_vocab, gemma.input_size * gemma.input_layers))
+    inputs.table, inputs.table_type = packed.keep(table), _TYPES[table.dtype]
+    inputs.norm = _floats(packed, reader.tensor(TOKEN_NORM, (gemma.input_size,)))
 
 
 def _fill_router(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
@@ -211,6 +276,8 @@ def _fill_router(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerSt
         layer.experts[0].router = _whole(packed, [reader.tensor(tensors.router, (len(tensors.mlps), hidden))])
     if tensors.shared_gate is not None:
         layer.experts[0].shared_gate = _floats(packed, reader.tensor(tensors.shared_gate, (1, hidden)))
+    if tensors.expert_bias is not None:
+        layer.experts[0].bias = _floats(packed, reader.tensor(tensors.expert_bias, (len(tensors.mlps),)))
 
 
 def _fill_mixer(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:

@@ -4,9 +4,9 @@ transformers runs them, except where the configuration is plain (`plain_config`)
 compare with transformers, and plain torch runs them. The import of transformers' models would take longer than the
 whole start of a small model.
 
-Layers differ in their window, in what mixes their tokens, and in whether they have experts. So the first two and the
-first of each other kind stand for all. They use the weights that the native model multiplies by: on pages of the files,
-or dequantised where the model holds integers.
+Layers differ in their window, in what mixes their tokens, in their sizes, and in whether they have experts. So the
+first two and the first of each other kind stand for all. They use the weights that the native model multiplies by: on
+pages of the files, or dequantised where the model holds integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,11 +28,15 @@ from gpuworker.models.llama.spec import LlamaSpec, llama_spec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
     HEAD,
+    TOKEN_NORM,
     FusedLinear,
+    LayerTensors,
     TensorOf,
     final_norm,
     head_tensors,
     layer_tensors,
+    token_projection,
+    token_table,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +48,11 @@ WeightsOf = Callable[[FusedLinear], Sequence[torch.Tensor]]
 
 def tested_layers(spec: LlamaSpec) -> tuple[int, ...]:
     """Return the layers that the test runs: the first two, and the first of each kind."""
-    kinds = [(window, spec.has_experts(layer), spec.kind(layer)) for layer, window in enumerate(spec.windows)]
+    sizes = None if spec.gemma is None else spec.gemma.layers
+    kinds = [
+        (window, spec.has_experts(layer), spec.kind(layer), sizes and sizes[layer])
+        for layer, window in enumerate(spec.windows)
+    ]
     return tuple(sorted({*range(min(2, spec.num_layers)), *map(kinds.index, kinds)}))
 
 
@@ -97,7 +105,14 @@ def reference_part(
     if isinstance(config, PlainConfig):
         weights = fused_weights(spec_of_part, tensors.__getitem__, dtype, device)
         return TorchReference(part, weights, kv_dtype, config.max_position_embeddings)
-    module: torch.nn.Module = make_module(part, tensors, dtype)
+    token_rows = None
+    if (table := token_table(spec)) is not None:
+        token_rows = _TokenRows(tensor_of(table), _columns(spec, layers))
+        part.vocab_size_per_layer_input = 1
+    module: Any = make_module(part, tensors, dtype)
+    if token_rows is not None:
+        token_rows.scale = module.model.embed_tokens_per_layer.embed_scale.to(dtype)
+        module.model.embed_tokens_per_layer = token_rows
     return TransformersModel(cast("PreTrainedModel", module.to(device)), kv_dtype)
 
 
@@ -107,6 +122,8 @@ def _tensors(
     """Return the tensors of a model of some of the layers, by their names in that model."""
     tensors = {name: tensor_of(name) for name in (EMBEDDING, final_norm(spec))}
     tensors[HEAD] = weights_of(head_tensors(spec))[0]
+    if (table := token_table(spec)) is not None:
+        tensors |= _token_inputs(spec, table, layers, tensor_of, weights_of)
     for number, layer in enumerate(layers):
         here, there = layer_tensors(spec_of_part, number), layer_tensors(spec, layer)
         for name, whole in zip(here.singles, there.singles, strict=True):
@@ -115,7 +132,46 @@ def _tensors(
         for linear, in_whole in zip(here.linears, there.linears, strict=True):
             tensors |= zip(linear.weights, weights_of(in_whole), strict=True)
             tensors |= zip(linear.biases, map(tensor_of, in_whole.biases), strict=True)
+        if spec.gemma is not None and here.router is not None:
+            _merge_experts(tensors, here, f"model.layers.{number}.experts")
     return tensors
+
+
+def _merge_experts(tensors: dict[str, torch.Tensor], layer: LayerTensors, name: str) -> None:
+    """Put the experts of a layer of Gemma 4 into two tensors: its files have no single ones."""
+    gate_up = [torch.cat([tensors.pop(each) for each in mlp.gate_up.weights]) for mlp in layer.mlps]
+    down = [tensors.pop(mlp.down.weights[0]) for mlp in layer.mlps]
+    tensors |= {f"{name}.gate_up_proj": torch.stack(gate_up), f"{name}.down_proj": torch.stack(down)}
+
+
+def _token_inputs(
+    spec: LlamaSpec, table: str, layers: Sequence[int], tensor_of: TensorOf, weights_of: WeightsOf
+) -> Mapping[str, torch.Tensor]:
+    """Return what some of the layers take of tokens besides, and a table without rows: `_TokenRows` takes its place."""
+    linear, columns = token_projection(spec), _columns(spec, layers)
+    projection = weights_of(linear)[0][columns]
+    norm = tensor_of(TOKEN_NORM)
+    return {table: norm.new_zeros(1, len(columns)), linear.weights[0]: projection, TOKEN_NORM: norm}
+
+
+def _columns(spec: LlamaSpec, layers: Sequence[int]) -> torch.Tensor:
+    """Return which numbers of a token some of the layers take."""
+    assert spec.gemma is not None
+    size = spec.gemma.input_size
+    return torch.cat([torch.arange(layer * size, (layer + 1) * size) for layer in layers])
+
+
+class _TokenRows(torch.nn.Module):
+    """Some columns of a table of tokens, which stays on the pages of its file: a copy would read all of it."""
+
+    scale: torch.Tensor
+
+    def __init__(self, table: torch.Tensor, columns: torch.Tensor) -> None:
+        super().__init__()
+        self._table, self._columns = table, columns
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._table[token_ids][..., self._columns].to(self.scale.dtype) * self.scale
 
 
 def _part_of(config: PretrainedConfig, spec: LlamaSpec, layers: Sequence[int]) -> PretrainedConfig:
@@ -124,6 +180,12 @@ def _part_of(config: PretrainedConfig, spec: LlamaSpec, layers: Sequence[int]) -
     part.num_hidden_layers, part.tie_word_embeddings = len(layers), False
     if getattr(config, "layer_types", None):
         part.layer_types = [config.layer_types[layer] for layer in layers]
+    if spec.gemma is not None:
+        heads = (spec.heads(layer) for layer in layers)
+        part.per_layer_config = {n: {"head_dim": dim, "num_key_value_heads": kv} for n, (dim, kv) in enumerate(heads)}
+        part.num_kv_shared_layers = sum(spec.gemma.layers[layer].borrows for layer in layers)
+    if hasattr(part, "num_dense_layers"):
+        part.num_dense_layers = sum(not spec.has_experts(layer) for layer in layers)
     if hasattr(part, "decoder_sparse_step"):
         part.decoder_sparse_step = 1
         part.mlp_only_layers = [number for number, layer in enumerate(layers) if not spec.has_experts(layer)]
