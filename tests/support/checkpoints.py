@@ -82,6 +82,16 @@ _SHARED_EXPERT: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+_GEMMA4: dict[str, Any] = {
+    **_SHAPE,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 30.0,
+}
 _COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
 
 # The kinds that Quire serves and, below, those that it must refuse.
@@ -211,9 +221,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Kinds of which some tests make checkpoints besides.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**_SHAPE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+    ),
+    # Layers of two shapes, of which the last two attend on the K and V of others and take more of their tokens; and
+    # layers whose values are their keys, with experts beside their MLPs.
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16},
+    ),
+    "gemma4_text, experts": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+}
+
+
 def config_of(kind: str) -> PretrainedConfig:
     """Return the configuration of one of the kinds above."""
-    name, options = (SERVED | REFUSED)[kind]
+    name, options = (SERVED | REFUSED | OTHERS)[kind]
     config: PretrainedConfig = getattr(transformers, name)(**options, **_COMMON)
     config.architectures = [name.removesuffix("Config") + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM")]
     return config

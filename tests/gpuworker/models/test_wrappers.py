@@ -140,8 +140,13 @@ def renamed(kind: str, layout: str, folder: Path, *, without: str = "") -> Path:
 
 
 @pytest.mark.skipif(native.best() is None, reason="the native library was not built")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["mistral3", "llava", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *((kind, layout) for kind in ("mistral3", "llava", "qwen2_5_vl", "qwen3_vl") for layout in LAYOUTS),
+        ("gemma4", "since 4.52"),
+    ],
+)
 def test_it_runs_natively_however_the_checkpoint_names_its_parts(
     kind: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -238,15 +239,17 @@ def test_sources_stand_one_below_the_other_with_their_biases(library: ctypes.CDL
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I4_F32])
 @pytest.mark.parametrize("width", [16, 37, 64])
-@pytest.mark.parametrize("store", [Store.SILU_F32, Store.SILU_BF16])
+@pytest.mark.parametrize("store", [Store.SILU_F32, Store.SILU_BF16, Store.GELU_F32, Store.GELU_BF16])
 def test_a_paired_weight_gives_the_gated_product(library: ctypes.CDLL, kind: Kind, width: int, store: Store) -> None:
     x = _numbers(19, 96)
     parts = [_integers(kind, width, 96, 32) if kind.whole else _numbers(width, 96, seed=seed) for seed in (1, 2)]
     biased = [Rows(part, _numbers(width, seed=4)) for part in parts]
     gate, up = (PackedLinear([rows], kind, library=library)(x) for rows in biased)
     gated = PackedLinear(biased, kind, paired=True, library=library)(x, store)
-    expected = (torch.nn.functional.silu(gate) * up).to(store.dtype)
-    tolerance = 1e-2 if store is Store.SILU_BF16 else 1e-5
+    silu, gelu = torch.nn.functional.silu, partial(torch.nn.functional.gelu, approximate="tanh")
+    gated_by = gelu if store in (Store.GELU_F32, Store.GELU_BF16) else silu
+    expected = (gated_by(gate) * up).to(store.dtype)
+    tolerance = 1e-2 if store.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(gated, expected, rtol=tolerance, atol=1e-5)
 
 

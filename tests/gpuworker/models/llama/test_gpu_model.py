@@ -131,7 +131,8 @@ def test_what_cannot_take_the_native_path_on_cuda_is_said_before_weights_are_rea
     assert int4 == "on CUDA linears are not quantised at start, to int4 or else"
     other = why_not_native(GPT2Config(), source, cuda)
     families = (
-        "llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, lfm2, qwen3_next, qwen3_5_text, qwen3_5_moe_text"
+        "llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, lfm2, lfm2_moe, qwen3_next, qwen3_5_text,"
+        " qwen3_5_moe_text, gemma4_text"
     )
     assert other == f"gpt2 is not of the Llama family ({families})"
 

@@ -79,6 +79,14 @@ _YARN = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
 }
+_LFM2_MOE = _SHAPE | {
+    "layer_types": [C, C, F, C],
+    "num_hidden_layers": 4,
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", _SHAPE | {"layer_types": [C, C, F, C], "num_hidden_layers": 4}),
     "lfm2, biases, wide convolutions, a last layer that attends": (
@@ -86,6 +94,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SHAPE
         | {"layer_types": [C, F], "num_hidden_layers": 2, "conv_bias": True, "conv_L_cache": 5}
         | {"tie_word_embeddings": True, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_moe": ("Lfm2MoeConfig", _LFM2_MOE),
+    "lfm2_moe, no bias, not normalised, a factor, experts in all layers": (
+        "Lfm2MoeConfig",
+        _LFM2_MOE
+        | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "num_dense_layers": 0},
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_5, odd sizes, biases": (
@@ -112,7 +126,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {name: size for name, size in _DELTA.items() if name != "intermediate_size"} | _EXPERTS,
     ),
 }
-EVERY_FAMILY = ("lfm2", "qwen3_5", "qwen3_next", "qwen3_5_moe")
+EVERY_FAMILY = ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_next", "qwen3_5_moe")
 
 
 @functools.cache
@@ -131,6 +145,8 @@ def module_of(name: str) -> PreTrainedModel:
                     weight.normal_(0.0, 0.3)
                 else:
                     weight.add_(0.3 * torch.randn(weight.shape))
+            for bias in (each for name, each in module.named_buffers() if name.endswith("expert_bias")):
+                bias.normal_(0.0, 0.3)
     module.train(False)
     return module
 
@@ -462,6 +478,7 @@ def held(store: StateStore, pages: Sequence[int]) -> bytes:
             "it rotates 3 numbers of each head",
         ),
         ("qwen3_next", {"num_experts_per_tok": 7}, "a token goes through 7 of its 6 experts"),
+        ("lfm2_moe", {"num_experts_per_tok": 7}, "a token goes through 7 of its 6 experts"),
     ],
 )
 def test_an_option_that_is_not_known_is_refused(name: str, change: dict[str, Any], why: str) -> None:
