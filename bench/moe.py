@@ -1,14 +1,15 @@
-"""Experts, or layers that keep states, on the native path, through transformers, and with --peers in other engines.
+"""Experts, layers that keep states, or layers of two shapes: natively, through transformers, with --peers elsewhere.
 
     python -m bench.moe --peers DIR --json
     python -m bench.moe --family lfm2
 
 The shape is Mixtral's, made small: 8 experts of which a token takes 2; or Qwen3-MoE's: 4 of 32. Both have 150 million
-parameters. Those of models that keep states are LFM2-350M's, with 16 layers, and Qwen3.5's of 0.2 billion parameters;
-no peer runs them. Steps of both paths take turns on the same random weights: decodes of 1, 8 and 32 sequences after 128
-tokens, and a prefill. A ratio is the median time through transformers over that of the native path. The peers then run
-workloads beside Quire's services on a checkpoint of the same shape, as in `bench.peers`: ratio_W4_bf16 is Quire's
-tokens a second over those of the fastest peer.
+parameters. No peer runs the others. Those of models that keep states are LFM2-350M's, with 16 layers, Qwen3.5's of 0.2
+billion parameters, and LFM2-MoE's of 8 layers with 32 experts. That of Gemma 4 is E2B's of 10 layers, half of which
+have no K and V of their own. Steps of both paths take turns on the same random weights: decodes of 1, 8 and 32
+sequences after 128 tokens, and a prefill. A ratio is the median time through transformers over that of the native path.
+The peers then run workloads beside Quire's services on a checkpoint of the same shape, as in `bench.peers`:
+ratio_W4_bf16 is Quire's tokens a second over those of the fastest peer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
 
-_STATES: Final[Mapping[str, Mapping[str, object]]] = {
+_OTHERS: Final[Mapping[str, Mapping[str, object]]] = {
     "lfm2": {
         "model_type": "lfm2",
         "vocab_size": 65536,
@@ -61,9 +62,41 @@ _STATES: Final[Mapping[str, Mapping[str, object]]] = {
         "linear_num_value_heads": 16,
         "tie_word_embeddings": True,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "moe_intermediate_size": 448,
+        "num_hidden_layers": 8,
+        "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "vocab_size": 32000,
+        "vocab_size_per_layer_input": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 10,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2,
+        "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "final_logit_softcapping": 30.0,
+    },
+}
+# What else a tiny one says, whose layers are two.
+_TINY: Final[Mapping[str, Mapping[str, object]]] = {
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "gemma4": {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512},
 }
 TINY: Final = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
-_FAMILIES: Final = {**MIXTURES, **_STATES}
+_FAMILIES: Final = {**MIXTURES, **_OTHERS}
 CPU: Final = torch.device("cpu")
 _BLOCK_SIZE: Final = 16
 _BEFORE: Final = 128  # tokens of a sequence before its decode
@@ -88,8 +121,9 @@ class Shape:
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    shape = {**_FAMILIES[options.family], **(TINY if options.tiny else {})}
-    if options.peers is not None and options.family in _STATES:
+    tiny = {**TINY, **_TINY.get(options.family, {})} if options.tiny else {}
+    shape = {**_FAMILIES[options.family], **tiny}
+    if options.peers is not None and options.family in _OTHERS:
         raise SystemExit(f"--peers: no peer runs {options.family}; leave it out, or take another family")
     against = None if options.peers is None else peers.read_arguments(_words(options))
     with checkpoint(options.model, shape) as (folder, load_format):

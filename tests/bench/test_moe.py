@@ -9,7 +9,10 @@ from tests.support.bench_process import run_benchmark
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_moe", "lfm2", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mixtral", "qwen3_5"))],
+    [
+        *("qwen3_moe", "lfm2", "gemma4"),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mixtral", "qwen3_5", "lfm2_moe")),
+    ],
 )
 def test_both_paths_are_timed_for_each_kind_of_step(family: str) -> None:
     figures, _ = run_benchmark(
