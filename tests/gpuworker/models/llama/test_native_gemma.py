@@ -24,10 +24,10 @@ from gpuworker.memory.layout import LayerShape, geometry_of, pools_of, reach_of,
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.choose import why_not_native
 from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.llama import reference
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.pack import pack_model
-from gpuworker.models.llama.reference import tested_layers
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
 from gpuworker.models.llama.weights import tensor_names, with_merged_experts
 from gpuworker.native import library as native
@@ -288,7 +288,7 @@ def test_every_tensor_of_a_model_is_read(name: str) -> None:
 def test_the_test_at_start_has_a_layer_of_each_kind(name: str) -> None:
     spec = spec_of(name)
     assert spec.gemma is not None
-    tested = [spec.gemma.layers[layer] for layer in tested_layers(spec)]
+    tested = [spec.gemma.layers[layer] for layer in reference.tested_layers(spec)]
     assert set(tested) == set(spec.gemma.layers)
 
 
