@@ -90,10 +90,15 @@ _OTHERS: Final[Mapping[str, Mapping[str, object]]] = {
         "final_logit_softcapping": 30.0,
     },
 }
-# What else a tiny one says, whose layers are two.
+# What else a tiny one says.
 _TINY: Final[Mapping[str, Mapping[str, object]]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
-    "gemma4": {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512},
+    "gemma4": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 512,
+    },
 }
 TINY: Final = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 _FAMILIES: Final = {**MIXTURES, **_OTHERS}
