@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from common.contracts.types import KvGeometry, KvGroup
+from common.contracts.lease import Copy
+from common.contracts.types import BlockId, KvGeometry, KvGroup, SequenceId
 from gpuworker.attention.by_shape import AttentionByShape
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
@@ -33,9 +34,10 @@ from gpuworker.models.llama.weights import tensor_names, with_merged_experts
 from gpuworker.native import library as native
 from gpuworker.native.library import levels_here, load
 from gpuworker.runner.native_executor import NativeExecutor
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from tests.support.checkpoints import hf_greedy, tokenizer
 from tests.support.gpuworker.full_forward import random_prompt
-from tests.support.gpuworker.runner_harness import CPU, Driver, queued_on
+from tests.support.gpuworker.runner_harness import CPU, GREEDY, Driver, queued_on
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 
@@ -307,6 +309,38 @@ def test_tokens_are_those_of_transformers(name: str, block_size: int, grouped: b
         runner.close()
     wanted = [hf_greedy(directory(name), random_prompt(length), 20) for length, _ in cases]
     assert [stream.output for stream in streams] == wanted
+
+
+def test_blocks_are_copied_in_the_pool_of_each_shape() -> None:
+    """Where K and V are in eight bits the shapes share no lanes. A sequence goes on from copies of another one's."""
+    runner, prompt = queued_on(directory("e2b"), 4, 96, kv_cache_dtype="int8"), random_prompt(21)
+    first, second = [BlockId(n) for n in range(7)], [BlockId(n) for n in range(10, 17)]
+    found = []
+    for sequence in (SequenceId(1), SequenceId(2)):
+        runner.add_sequence(sequence, prompt, GREEDY, len(prompt))
+    for number, (start, length) in enumerate([(0, 19), (19, 2)], 1):
+        row = ScheduledRow(SequenceId(1), start, length, tuple(first), start > 0)
+        found.append(runner.submit_step(StepPlan(number, (row,))).result(timeout=60))
+    copies = tuple(Copy(*pair, 0) for pair in zip(first, second, strict=True))
+    row = ScheduledRow(SequenceId(2), 19, 2, tuple(second), True)
+    found.append(runner.submit_step(StepPlan(3, (row,), copies)).result(timeout=60))
+    runner.close()
+    assert found[2].sampled[SequenceId(2)] == found[1].sampled[SequenceId(1)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+def test_narrower_caches_give_the_tokens_of_one_group(kv_dtype: str) -> None:
+    found = []
+    for grouped in (True, False):
+        runner = queued_on(directory("e2b"), 4, 96, grouped=grouped, kv_cache_dtype=kv_dtype)
+        driver = Driver(runner, 4, groups=groups_of(spec_of("e2b"), 4) if grouped else ())
+        streams = [driver.add(random_prompt(length), 20, chunk) for length, chunk in ((33, 7), (48, 13), (9, 1))]
+        try:
+            driver.run()
+        finally:
+            runner.close()
+        found.append([stream.output for stream in streams])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
