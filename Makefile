@@ -301,7 +301,7 @@ bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constrain
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and transformers alone, of .venv or of PYTHON
-	@for name in attention linear engine; do \
+	@for name in attention linear states engine; do \
 		$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu_$$name || exit $$?; done
 
 clean: ## Remove the environment, caches and run-time files

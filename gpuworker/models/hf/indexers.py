@@ -21,7 +21,7 @@ from gpuworker.attention.index_keys import IndexPart, IndexStore, PackedIndexKey
 from gpuworker.attention.interface import LayerSink
 from gpuworker.memory.devices import dtype_name
 from gpuworker.memory.layout import IndexKey
-from gpuworker.models.hf.mixers import cut
+from gpuworker.models.hf.mixer_calls import cut
 
 _ATTRIBUTE: Final = "quire_indexer"
 _MASK, _CACHE = "attention_mask", "past_key_values"

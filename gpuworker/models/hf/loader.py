@@ -24,6 +24,7 @@ from gpuworker.checkpoints.stored_tensors import StoredTensors
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import dtype_name, free_bytes
 from gpuworker.models.hf.indexers import refuse_blocks_of_keys
+from gpuworker.models.hf.mixer_kernels import without_foreign_kernels
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 
@@ -293,9 +294,11 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
                 module = _stored_model(directory, config, precision.dtype, device)
     except _RAISED as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
-    if device.type == "cpu":  # it advises packages that run on GPUs alone
-        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+    # It advises packages: what runs in kernels, and which package adds some, is said below.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     model = TransformersModel(module, precision.kv_dtype)
+    for words in () if model.states is None else model.states.kernels_in_words:
+        _log.info("%s: %s", config.model_type, words)
     for correction in model.corrections:
         _log.warning("%s in transformers: %s", config.model_type, correction)
     if model.absorbed.layers:
@@ -389,26 +392,27 @@ def _stored_model(
         what = f"{checkpoint.packed} of {len(list(checkpoint))} weights of the checkpoint are in {checkpoint.format}"
         _log.info("%s; the transformers path runs them dequantised, in %s", what, dtype_name(dtype))
     weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
-    module: torch.nn.Module = make_module(config, weights, dtype)
-    return cast("PreTrainedModel", module.to(device))
+    return make_module(config, weights, dtype, device)
 
 
-def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model with eager attention from its weights, tensors or what gives them when it is indexed.
+def make_module(
+    config: PretrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Return a model with eager attention on the device from its weights, tensors or what gives them by index.
 
     Raises ValueError when one is missing or has another shape than the configuration says.
     """
     from transformers import AutoModelForCausalLM
 
     plain = _without_quantisation(config)
-    with torch.device("meta"):
+    with torch.device("meta"), without_foreign_kernels(device):
         kind = type(AutoModelForCausalLM.from_config(plain))
     options: dict[str, Any] = {"state_dict": dict(weights), "dtype": dtype, "attn_implementation": "eager"}
     module, report = kind.from_pretrained(None, config=plain, output_loading_info=True, **options)
     bad = sorted(str(name) for part in ("missing_keys", "mismatched_keys") for name in report[part])
     if bad:
         raise ValueError(f"{len(bad)} weights are missing or have another shape, such as {bad[0]}")
-    return cast("PreTrainedModel", module)
+    return cast("PreTrainedModel", module.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +441,7 @@ def random_module(config: PretrainedConfig, dtype: torch.dtype, seed: int, devic
     from transformers import AutoModelForCausalLM
 
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), device:
+    with torch.random.fork_rng(devices), device, without_foreign_kernels(device):
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     return cast("PreTrainedModel", module)

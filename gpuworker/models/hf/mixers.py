@@ -3,7 +3,7 @@
 A mixer of transformers takes sequences of one length, [B, T, hidden], and a cache with the state of each. A step has
 all its rows in one packed row, [1, T, hidden], of any lengths. So each mixer is called for parts of a step: once for
 all rows of one length that go on with a state, as all decodes do, and once for all of one length that begin. Its cache
-is a `_Call`, which gathers the states of these rows and puts back what the mixer made of them.
+is a `MixerCall`, which gathers the states of these rows and puts back what the mixer made of them.
 
 Each running sequence has a place, the index by which the runner knows it; a row from position 0 on begins without a
 state. A step begins or goes on with the states at these places alone; what copies them to pages and back
@@ -15,6 +15,9 @@ one's, and leaves its states apart. Those behind the last right draft become tho
     place 2 has states behind "a b"; a step computes c, and the drafts d, x
         c: reads place 2, writes place 2      d: reads place 2, writes row 0      x: reads row 0, writes row 1
     d is right and x is not: place 2 = row 0
+
+Rows of one token that go on are stepped by kernels on a GPU, where the states are kept (`mixer_kernels.py`); their
+`MixerCall` hands out stand-ins, and nothing is gathered. Kernels are compared with transformers' functions at load.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -35,6 +37,16 @@ from torch import nn
 
 from common.contracts.errors import Unsupported
 from gpuworker.attention.interface import AttentionMetadata, Int32Array
+from gpuworker.models.hf.kernel_trial import KernelTrial, alike
+from gpuworker.models.hf.mixer_calls import MixerCall, Piece, Sizes, aligned_bytes, cut, pieces_in, sizes_of
+from gpuworker.models.hf.mixer_kernels import (
+    StateSteps,
+    fla_chunks,
+    has_chunks,
+    kernels_run,
+    stepped_kinds,
+    with_functions,
+)
 
 # What a module's code calls on its cache, if it keeps a state.
 _UPDATES: Final = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
@@ -44,11 +56,9 @@ _NO_LIMIT: Final = (0.0, math.inf)
 # differ by rounding, some 1e-5.
 _ALIKE: Final = 2e-3
 
-# The states of a mixer begin at multiples of so many bytes, so that they can be seen as numbers of any type.
-_ALIGNED: Final = 16
-
-Piece = tuple[str, int]
-"""A state of a mixer: its kind, and its number among those of this kind."""
+# The same of a kernel and transformers' function: in float32, and in 16 bits.
+_EQUAL: Final = 1e-4
+_EQUAL_ROUNDED: Final = 5e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,13 @@ class MixerStates:
         self.learning = self.comparing = False
         self.token_by_token = False
         """Whether a row of several tokens that goes on with a state is computed one token at a time."""
+        self.steps = StateSteps()
+        self.stepped: dict[type, Sizes] = {}
+        """The classes of mixers whose rows of one token kernels step, and the states with which they were tried."""
+        self.chunked: set[type] = set()
+        """The classes of mixers of which fla-core computes all other rows."""
+        self.kernels_in_words: list[str] = []
+        """What runs in kernels and why other things do not; empty where no kernels run."""
 
     def __len__(self) -> int:
         return len(self._mixers)
@@ -255,6 +272,10 @@ class _Mixer:
     def __init__(self, module: Any, states: MixerStates) -> None:
         self.layer, self.kind, self.compares = int(module.layer_idx), type(module), False
         self._module, self._states, self._forward = module, states, module.forward
+        self._step_forward = self._chunk_forward = self._forward
+        self._kernels = stepped_kinds(module)
+        self._stepped = frozenset[str]()
+        self._has_chunks = has_chunks(module)
         self._signature = inspect.signature(module.forward)
         self.kinds: dict[Piece, torch.Tensor] = {}
         """For each piece one that a sequence had, [1, ...]."""
@@ -263,15 +284,11 @@ class _Mixer:
 
     @property
     def bytes_a_sequence(self) -> int:
-        return sum(map(_aligned_bytes, self.kinds.values()))
+        return sum(map(aligned_bytes, self.kinds.values()))
 
     def lie_in(self, memory: torch.Tensor) -> None:
         """Keep the states in these bytes, [places, bytes_a_sequence]."""
-        first = 0
-        for piece, each in self.kinds.items():
-            own = memory[:, first : first + each.nbytes].view(each.dtype)
-            self.kept[piece] = own.view(len(memory), *each.shape[1:])
-            first += _aligned_bytes(each)
+        self.kept = pieces_in(memory, self.kinds)
 
     def _run(self, *given: Any, **named: Any) -> Any:
         parts = self._states.parts
@@ -283,18 +300,21 @@ class _Mixer:
             self._compare(hidden, options)
             return self._forward(*given, **named)
         if parts is None:
-            call = _Call(None, None)
+            call = MixerCall(None, None)
             result = self._called(self._forward, hidden, options, call)
             self.kinds = {piece: made.detach().clone() for piece, made in call.made.items()}
+            self._choose_forwards()
             return result
         out: Any = None
         with _Products(self._module, hidden) if any(part.of_drafts for part in parts) else nullcontext() as products:
             for part in parts:
-                call, own = _Call(self.kept, part.before), cut(hidden, part.tokens, part.shape, hidden.shape[1])
+                forward, stepped = self._way(part)
+                call = MixerCall(self.kept, part.before, part.places, stepped)
+                own = cut(hidden, part.tokens, part.shape, hidden.shape[1])
                 if products is not None:
                     products.begin(part, own)
                 result = self._called(
-                    self._forward,
+                    forward,
                     own,
                     {name: cut(value, part.tokens, part.shape, hidden.shape[1]) for name, value in options.items()},
                     call,
@@ -303,6 +323,22 @@ class _Mixer:
                 if products is None or not products.end(result):
                     out = _put(result, out, part, hidden.shape[1])
         return out if products is None else products.put_rest(out)
+
+    def _choose_forwards(self) -> None:
+        """Let kernels run that were tried with states as these are."""
+        self._step_forward = self._chunk_forward = self._forward
+        self._stepped = frozenset()
+        if self._states.stepped.get(self.kind) == sizes_of(self.kinds):
+            self._stepped = self._kernels
+            self._step_forward = with_functions(self._module, self._states.steps.functions())
+        if self.kind in self._states.chunked:
+            self._chunk_forward = with_functions(self._module, fla_chunks())
+
+    def _way(self, part: _Part) -> tuple[Callable[..., Any], frozenset[str]]:
+        """Return the forward that computes a part, and the kinds of states that it steps where they are kept."""
+        if part.before is not None and part.shape[1] == 1:
+            return self._step_forward, self._stepped
+        return self._chunk_forward, frozenset()
 
     def _options(self, bound: inspect.BoundArguments) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the hidden states and the other arguments. Masks of padding, and what describes packed rows, go."""
@@ -323,64 +359,56 @@ class _Mixer:
             exact = copy.deepcopy(self._module).float()
         finally:
             self._module.forward = replaced
+        functions, exactly = self._states.steps.functions(), {name: _exact(value) for name, value in options.items()}
+        trial = KernelTrial(self._called, functions, exact, _exact(hidden), exactly, _EQUAL)
         tokens = hidden.shape[1]
         half, single = tokens // 2, range(tokens // 2, tokens)
         whole, in_parts, by_token = (
-            self._in_parts(exact.forward, hidden, options, cuts)
-            for cuts in ([0, tokens], [0, half, tokens], [0, *single, tokens])
+            trial.in_parts(exact.forward, cuts) for cuts in ([0, tokens], [0, half, tokens], [0, *single, tokens])
         )
-        if not _alike(by_token, whole):
+        if not alike(by_token, whole, _ALIKE):
             raise Unsupported(f"{self.kind.__name__} computes something else token by token than for a whole sequence")
-        self._states.token_by_token |= not _alike(in_parts, whole)
+        self._states.token_by_token |= not alike(in_parts, whole, _ALIKE)
+        if kernels_run(hidden.device):
+            rounded = KernelTrial(self._called, functions, self._module, hidden, options, _EQUAL_ROUNDED)
+            self._try_kernels([trial] if hidden.dtype == torch.float32 else [trial, rounded])
 
-    def _in_parts(
-        self, forward: Callable[..., Any], hidden: torch.Tensor, options: dict[str, Any], cuts: Sequence[int]
-    ) -> torch.Tensor:
-        """Return what a mixer in float32 gives for one sequence, [T, ...], in parts from one cut to the next."""
-        kept: dict[Piece, torch.Tensor] = {}
-        place, found = torch.zeros(1, dtype=torch.int64, device=hidden.device), list[torch.Tensor]()
-        for begin, end in pairwise(cuts):
-            at = torch.arange(begin, end, device=hidden.device)
-            own = (_exact(cut(value, at, (1, end - begin), hidden.shape[1])) for value in (hidden, *options.values()))
-            part, *others = own
-            call = _Call(kept, place if begin else None)
-            result = self._called(forward, part, dict(zip(options, others, strict=True)), call)
-            kept = kept | call.made
-            found.append((result[0] if isinstance(result, tuple) else result)[0])
-        return torch.cat(found)
+    def _try_kernels(self, trials: Sequence[KernelTrial]) -> None:
+        """Note which kernels compute what transformers' functions do, and say why others do not."""
+        say, name = self._states.kernels_in_words.append, self.kind.__name__
+        if not self._kernels:
+            say(f"{name}: states are gathered and put back at each step, since no kernel has its step")
+        elif reason := next(filter(None, (trial.why_not_stepped(self._kernels) for trial in trials)), ""):
+            say(f"{name}: states are gathered and put back at each step: {reason}")
+        else:
+            self._states.stepped[self.kind] = trials[-1].sizes
+            others = sorted({kind for kind, _ in trials[-1].sizes} - self._kernels)
+            rest = f", and its {' and '.join(others)} states are gathered: no kernel has their step" if others else ""
+            say(f"{name}: kernels step {' and '.join(sorted(self._kernels))} states in place{rest}")
+        if not self._has_chunks:
+            return
+        # In the model's own type alone: floats it may multiply in TF32.
+        if reason := trials[-1].why_not_chunked():
+            say(f"{name}: prefills run in torch: {reason}")
+        else:
+            self._states.chunked.add(self.kind)
+            say(f"{name}: prefills run in kernels of fla-core")
 
-    def _called(self, forward: Callable[..., Any], hidden: torch.Tensor, options: dict[str, Any], call: _Call) -> Any:
+    def _called(
+        self, forward: Callable[..., Any], hidden: torch.Tensor, options: dict[str, Any], call: MixerCall
+    ) -> Any:
+        """Call a forward of the mixer for [B, L, hidden], with `call` as its cache."""
+        self._states.steps.call = call
         parameters = self._signature.parameters
         cache = next(name for name in _CACHES if name in parameters)
         mask = {"attention_mask": None} if "attention_mask" in parameters else {}
         return forward(hidden, **options, **mask, **{cache: call})
 
 
-def _aligned_bytes(state: torch.Tensor) -> int:
-    return -(-state.nbytes // _ALIGNED) * _ALIGNED
-
-
 def _exact(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_exact, value))
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found - wanted).norm() <= _ALIKE * wanted.norm().clamp_min(1e-12))
-
-
-def cut(value: Any, at: torch.Tensor | None, shape: tuple[int, int], tokens: int) -> Any:
-    """Return the tokens `at`, as [*shape, ...], of what has an entry for each token, [1, T, ...]; the rest as it is.
-
-    None stands for all tokens.
-    """
-    if isinstance(value, tuple):
-        return tuple(cut(each, at, shape, tokens) for each in value)
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, tokens):
-        return value
-    found = value[0] if at is None else value[0].index_select(0, at)
-    return found.reshape(*shape, *value.shape[2:])
 
 
 def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
@@ -464,63 +492,3 @@ class _Products:
             made = self._forwards[linear](x)
         self._results[linear] = made
         return made
-
-
-class _Call:
-    """The cache that a mixer sees in one call, by the interface of transformers' `Cache`; layers are not looked at.
-
-    `places` are those whose states it gathers; None: the sequences begin.
-    """
-
-    def __init__(self, kept: dict[Piece, torch.Tensor] | None, places: torch.Tensor | None) -> None:
-        self._kept, self._places = kept, places
-        self.made: dict[Piece, torch.Tensor] = {}
-
-    def put_back(self, kept: dict[Piece, torch.Tensor], places: torch.Tensor) -> None:
-        """Write the states that the mixer made, or changed where they were, to the places."""
-        for piece, state in self.made.items():
-            kept[piece].index_copy_(0, places, state.to(kept[piece].dtype))
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self._places is not None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._get(("conv", state_idx))
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
-    ) -> torch.Tensor:
-        """Append columns [B, channels, n]; return all that there are, and keep the last ones, as wide as the kernel."""
-        piece = ("conv", state_idx)
-        before, width = self._get(piece), conv_kernel_size or conv_states.shape[-1]
-        columns = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
-        if (missing := width - columns.shape[-1]) > 0:
-            columns = nn.functional.pad(columns, (missing, 0))
-        self.made[piece] = columns[..., -width:]
-        return columns
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._get(("recurrent", state_idx))
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
-    ) -> torch.Tensor:
-        self.made["recurrent", state_idx] = recurrent_states
-        return recurrent_states
-
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self._get(("linear", 0))
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self.made["linear", 0] = linear_cache
-
-    def _get(self, piece: Piece) -> torch.Tensor | None:
-        """Return the rows' states of a piece; a mixer may change them in place."""
-        if self._places is None or self._kept is None:
-            return None
-        if piece not in self.made:
-            self.made[piece] = self._kept[piece].index_select(0, self._places)
-        return self.made[piece]

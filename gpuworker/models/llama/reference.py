@@ -40,7 +40,7 @@ from gpuworker.models.llama.weights import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 WeightsOf = Callable[[FusedLinear], Sequence[torch.Tensor]]
 """Gives the weights of a linear's parts as they are multiplied."""
@@ -109,11 +109,11 @@ def reference_part(
     if (table := token_table(spec)) is not None:
         token_rows = _TokenRows(tensor_of(table), _columns(spec, layers))
         part.vocab_size_per_layer_input = 1
-    module: Any = make_module(part, tensors, dtype)
+    module: Any = make_module(part, tensors, dtype, device)
     if token_rows is not None:
         token_rows.scale = module.model.embed_tokens_per_layer.embed_scale.to(dtype)
         module.model.embed_tokens_per_layer = token_rows
-    return TransformersModel(cast("PreTrainedModel", module.to(device)), kv_dtype)
+    return TransformersModel(module, kv_dtype)
 
 
 def _tensors(

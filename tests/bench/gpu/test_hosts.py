@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu.measure import NO_GPU, Figure, line, table
 
-BENCHES = ["bench.gpu_attention", "bench.gpu_linear", "bench.gpu_engine", "bench.gpu_tuning"]
+BENCHES = ["bench.gpu_attention", "bench.gpu_linear", "bench.gpu_engine", "bench.gpu_states", "bench.gpu_tuning"]
 MISSING = [
     "fastapi",
     "google",

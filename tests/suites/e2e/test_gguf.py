@@ -78,7 +78,7 @@ def widened_model(folder: Path) -> Any:
     """Return transformers' model on the weights of a GGUF file in float32."""
     checkpoint = Checkpoint(folder)
     weights = {name: checkpoint.tensor(name, torch.float32) for name in checkpoint}
-    return make_module(read_config(folder), weights, torch.float32).eval()
+    return make_module(read_config(folder), weights, torch.float32, torch.device("cpu")).eval()
 
 
 @pytest.mark.rest

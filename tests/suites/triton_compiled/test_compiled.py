@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.suites.triton_compiled.compiling import CHIPS
-from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, ExpertLayer, Results, is_quick
+from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, ExpertLayer, Results, StateStep, is_quick
 
 WAIT_SECONDS = 500  # the first test of a chip waits for nearly all kernels of the chips before it
 
@@ -72,3 +72,13 @@ def test_products_by_expert_run_on_the_units_of_the_chip(results: Results, chip:
     assert [gate_up.matrix_unit, down.matrix_unit] == [wanted, wanted]
     assert gate_up.loads_ahead
     assert down.loads_ahead
+
+
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, StateStep)])
+def test_a_step_of_states_is_one_kernel_with_many_programs_on_a_multiprocessor(
+    results: Results, chip: int, name: str
+) -> None:
+    """Four at least, each with 16 KiB of a state: loads of some hide behind those of others."""
+    (found,) = results[chip, name].result(WAIT_SECONDS)
+    assert found.kernel.endswith("_step_kernel")
+    assert 4 * found.registers * found.warps * 32 <= 65536

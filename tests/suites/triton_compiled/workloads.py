@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from bench.gpu_states import STEPS, DeltaRule, StateSpace, Step
 from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
@@ -113,6 +114,19 @@ class ExpertLayer:
         return lambda: mix_experts(x, experts)
 
 
+@dataclass(frozen=True)
+class StateStep:
+    """The step of the states of a mixer, for two rows."""
+
+    step: Step
+    dtype: torch.dtype = torch.bfloat16
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        given, places = self.step.inputs(2, self.dtype, CPU), torch.tensor([1, 0])
+        states = torch.zeros((2, *self.step.shape), dtype=self.step.state_dtype(self.dtype))
+        return lambda: self.step.in_place(given, states, places, places)
+
+
 WORKLOADS: dict[str, Workload] = {
     "llama": Attention(32, 8, 128, 128),
     "llama, int8": Attention(32, 8, 128, 128, "int8"),
@@ -143,6 +157,9 @@ WORKLOADS: dict[str, Workload] = {
     "qwen3 30b a3b, decodes": ExpertLayer(256, 128, 8, 2048, 768),
     "qwen3 30b a3b, float16": ExpertLayer(1024, 128, 8, 2048, 768, torch.float16),
     "experts in float32": ExpertLayer(512, 8, 2, 1024, 3072, torch.float32),
+    **{name: StateStep(step) for name, step in STEPS.items()},
+    "wide heads of keys": StateStep(DeltaRule(2, 2, 1024, 256, by_channel=True), torch.float16),
+    "wide states": StateStep(StateSpace(1, 2, 64, 1024), torch.float32),
 }
 
 ON_EVERY_CHIP = ("llama", "llama, int8", "gpt-oss", "deepseek v3, latents", "mixtral 8x7b, a prefill")

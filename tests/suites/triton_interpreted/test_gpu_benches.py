@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gpu_attention, gpu_engine, gpu_tuning
+from bench import gpu_attention, gpu_engine, gpu_states, gpu_tuning
 from bench.gpu import attention_checks as gpu_attention_checks
 from bench.gpu import cases as gpu_cases
 from bench.gpu import measure as gpu_measure
 from bench.gpu.cases import Heads, Rows
 from bench.gpu.engine_harness import Stream, decode_rate
 from bench.gpu.models import TINY, config_of
+from gpuworker.kernels import triton_states
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import random_weights
 from gpuworker.models.llama.spec import llama_spec
@@ -107,6 +108,42 @@ def test_tunings_are_checked_and_ranked(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     assert found[1].note == "tile 32, 4 warps, 2 stages, 2 programs a multiprocessor"
     assert [round(figure.value or 0) for figure in gpu_tuning.ranked("prefill", gpu_tuning.prefills(CPU), 1)] == [5, 2]
+
+
+SMALL_STEPS: dict[str, gpu_states.Step] = {
+    "delta": gpu_states.DeltaRule(1, 2, 8, 4),
+    "delta by channel": gpu_states.DeltaRule(2, 2, 8, 4, by_channel=True),
+    "space": gpu_states.StateSpace(2, 4, 4, 8),
+    "convolution": gpu_states.Convolution(6, 3),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_steps_of_states_are_checked_and_timed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = SMALL_STEPS[name]
+    gpu_states.check(name, step, CPU)
+    assert [line.endswith("ok") for line in capsys.readouterr().out.splitlines()] == [True, True]
+    times = iter((4e-3, 8e-3))
+
+    def next_time(work: Callable[[], object]) -> float:
+        work()
+        return next(times)
+
+    monkeypatch.setattr(gpu_states, "graph_seconds", next_time)
+    monkeypatch.setattr(gpu_states, "rotation", lambda size, device: 2)
+    bandwidth, time = gpu_states.measured(name, step, 2, 1e9, CPU)
+    each = {"delta": 2 * 8 * 4 * 4, "delta by channel": 2 * 8 * 4 * 4, "space": 4 * 4 * 8 * 4, "convolution": 6 * 3 * 2}
+    assert bandwidth.value == pytest.approx(2 * 2 * each[name] / 2e-3 / 1e9)
+    assert (time.value, time.verdict) == (0.5, "met")
+
+
+def test_a_step_of_states_that_is_wrong_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = triton_states.step_state_space
+    monkeypatch.setattr(gpu_states, "step_state_space", lambda **given: step(**given | {"softplus": False}))
+    with pytest.raises(SystemExit):
+        gpu_states.check("space", SMALL_STEPS["space"], CPU)
 
 
 def test_the_rate_counts_tokens_while_all_decode() -> None:

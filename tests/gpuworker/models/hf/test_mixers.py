@@ -19,8 +19,8 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionMetadata
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.hf import mixers
 from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.mixer_calls import MixerCall
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import CallRecorder, self_test
@@ -163,13 +163,13 @@ def test_chunks_that_do_not_go_on_are_found_where_they_look_like_rounding(dtype:
 
 def test_a_mixer_whose_single_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decodes read twice what its state is."""
-    get = mixers._Call.get_conv_state
+    get = MixerCall.get_conv_state
 
-    def doubled(self: mixers._Call, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+    def doubled(self: MixerCall, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         found = get(self, layer_idx, state_idx)
         return None if found is None else 2 * found
 
-    monkeypatch.setattr(mixers._Call, "get_conv_state", doubled)
+    monkeypatch.setattr(MixerCall, "get_conv_state", doubled)
     with pytest.raises(Unsupported, match="Lfm2ShortConv computes something else token by token"):
         transformers_model(checkpoint("lfm2"))
 
