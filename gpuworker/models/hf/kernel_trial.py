@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from gpuworker.models.hf.mixer_calls import MixerCall, Piece, Sizes, aligned_bytes, cut, pieces_in, sizes_of
 from gpuworker.models.hf.mixer_kernels import fla_chunks, kernel_errors, with_functions
 
+# Where the sequence is cut on which fla-core is tried: its chunks have 64 tokens, and all but the first part go on.
+_CHUNKED: Final = (0, 70, 200, 203)
+
 Called = Callable[[Callable[..., Any], torch.Tensor, dict[str, Any], MixerCall], Any]
 
 
 class KernelTrial:
-    """Compares kernels with transformers' functions in one mixer, on one sequence [1, T, hidden]."""
+    """Compares kernels with transformers' functions in one mixer, on one sequence [1, T, hidden].
+
+    Where more tokens are wanted, it begins again.
+    """
 
     def __init__(
         self,
@@ -41,25 +47,29 @@ class KernelTrial:
 
     def why_not_chunked(self) -> str:
         """Return why fla-core does not compute rows of several tokens; "" where it does."""
-        tokens = self._hidden.shape[1]
-        cuts = (0, tokens // 2, tokens - 3, tokens)
         try:
-            found = self.in_parts(with_functions(self._module, fla_chunks()), cuts)
+            found, left = self.in_parts(with_functions(self._module, fla_chunks()), _CHUNKED)
         except ModuleNotFoundError:
             return "fla-core is not installed, which pip install 'quire-llm[linear]' adds"
         except kernel_errors() as error:
             return _in_words(error)
-        return "" if self._is_equal(found, self.in_parts(self._plain, cuts)) else "results of fla-core differ"
+        wanted, states = self.in_parts(self._plain, _CHUNKED)
+        if not self._is_equal(found, wanted):
+            return "results of fla-core differ"
+        same = all(self._is_equal(left[piece], states[piece]) for piece in states)
+        return "" if same else "states that fla-core leaves differ"
 
-    def in_parts(self, forward: Callable[..., Any], cuts: Sequence[int]) -> torch.Tensor:
-        """Return what a forward gives for the sequence, [T, ...], in parts from one cut to the next."""
+    def in_parts(
+        self, forward: Callable[..., Any], cuts: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[Piece, torch.Tensor]]:
+        """Return what a forward gives for the sequence, [T, ...], in parts from one cut to the next, and its states."""
         kept: dict[Piece, torch.Tensor] = {}
         place, found = self._index([0]), list[torch.Tensor]()
         for begin, end in pairwise(cuts):
             call = MixerCall(kept, place if begin else None)
             found.append(self._run(forward, range(begin, end), 1, call)[0])
             kept = kept | call.made
-        return torch.cat(found)
+        return torch.cat(found), kept
 
     def _why_not_stepped(self, kinds: frozenset[str]) -> str:
         """Two rows take two steps: from one place to another, and in place."""
@@ -89,8 +99,9 @@ class KernelTrial:
 
     def _run(self, forward: Callable[..., Any], tokens: range, rows: int, call: MixerCall) -> torch.Tensor:
         """Return what a forward gives, [rows, L, ...], for tokens of the sequence as so many rows."""
-        at, shape = torch.arange(tokens.start, tokens.stop, device=self._hidden.device), (rows, len(tokens) // rows)
         given, length = (self._hidden, *self._options.values()), self._hidden.shape[1]
+        at = torch.arange(tokens.start, tokens.stop, device=self._hidden.device) % length
+        shape = rows, len(tokens) // rows
         own, *others = (cut(value, at, shape, length) for value in given)
         result = self._called(forward, own, dict(zip(self._options, others, strict=True)), call)
         made: torch.Tensor = result[0] if isinstance(result, tuple) else result

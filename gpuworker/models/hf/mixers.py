@@ -364,7 +364,7 @@ class _Mixer:
         tokens = hidden.shape[1]
         half, single = tokens // 2, range(tokens // 2, tokens)
         whole, in_parts, by_token = (
-            trial.in_parts(exact.forward, cuts) for cuts in ([0, tokens], [0, half, tokens], [0, *single, tokens])
+            trial.in_parts(exact.forward, cuts)[0] for cuts in ([0, tokens], [0, half, tokens], [0, *single, tokens])
         )
         if not alike(by_token, whole, _ALIKE):
             raise Unsupported(f"{self.kind.__name__} computes something else token by token than for a whole sequence")
@@ -402,7 +402,10 @@ class _Mixer:
         parameters = self._signature.parameters
         cache = next(name for name in _CACHES if name in parameters)
         mask = {"attention_mask": None} if "attention_mask" in parameters else {}
-        return forward(hidden, **options, **mask, **{cache: call})
+        try:
+            return forward(hidden, **options, **mask, **{cache: call})
+        finally:
+            self._states.steps.call = None
 
 
 def _exact(value: Any) -> Any:

@@ -310,18 +310,37 @@ def test_chunks_run_in_fla_core_where_it_computes_the_same(fla: Callable[[Callab
     assert calls == [4, 4, 4, 4, 4, 4, 3, 3, 3]  # in three layers
 
 
-def test_chunks_run_in_torch_where_fla_core_computes_something_else(
-    fla: Callable[[Callable[..., Any]], None],
-) -> None:
+def _forgetting(*given: Any, **named: Any) -> Any:
     """It forgets the state that a chunk begins with."""
+    return chunk_of_torch(*given, **named | {"initial_state": None})
 
-    @functools.wraps(chunk_of_torch)
-    def forgetting(*given: Any, **named: Any) -> Any:
-        return chunk_of_torch(*given, **named | {"initial_state": None})
 
-    fla(forgetting)
+def _of_64_tokens(*given: Any, **named: Any) -> Any:
+    """It computes something else behind 64 tokens."""
+    out, state = chunk_of_torch(*given, **named)
+    return torch.cat((out[:, :64], 1.01 * out[:, 64:]), dim=1), state
+
+
+def _of_states(*given: Any, **named: Any) -> Any:
+    """It leaves another state."""
+    out, state = chunk_of_torch(*given, **named)
+    return out, 1.01 * state
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (_forgetting, "results of fla-core differ"),
+        (_of_64_tokens, "results of fla-core differ"),
+        (_of_states, "states that fla-core leaves differ"),
+    ],
+)
+def test_chunks_run_in_torch_where_fla_core_computes_something_else(
+    wrong: Callable[..., Any], words: str, fla: Callable[[Callable[..., Any]], None]
+) -> None:
+    fla(functools.wraps(chunk_of_torch)(wrong))
     states = states_of(TransformersModel(module_of("qwen3_next")))
-    assert states.kernels_in_words[1] == "Qwen3NextGatedDeltaNet: prefills run in torch: results of fla-core differ"
+    assert states.kernels_in_words[1] == f"Qwen3NextGatedDeltaNet: prefills run in torch: {words}"
     assert not states.chunked
 
 
