@@ -18,6 +18,7 @@ from common.contracts.types import (
     BlockHash,
     BlockId,
     FinishReason,
+    FrameId,
     KvGroup,
     KvGroupKind,
     MissReason,
@@ -111,6 +112,8 @@ RETENTION_REASON: Final = "retention of the first evicted block: "
 """Begins the reason of a grant that says what had become of the retention of a block that was missing."""
 PARTIAL_REASON: Final = "partial block: "
 """Begins the reason of a grant that says how much of a cached block is copied."""
+HOST_REASON: Final = "host memory: "
+"""Begins the reason of a grant that says how many of the shared blocks are loaded from frames of the host tier."""
 LAST_BLOCK: Final = (1 << 31) - 1
 """The end of a range without an end."""
 
@@ -126,6 +129,7 @@ class Attach:
     whose session it replaces. Everybody else gets `public_incarnation`.
     `max_num_seqs` bounds the sequences that hold block tables at once (running and draining): M admits no more.
     `reset` is the id of the last reset of the prefix cache that W carried out in this incarnation; 0: none.
+    `host_frames` are the blocks that W can keep in host memory beside those of its pool.
     """
 
     worker_id: str
@@ -138,6 +142,7 @@ class Attach:
     prefix_caching: bool = True
     max_num_seqs: int = 256
     reset: int = 0
+    host_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +301,7 @@ class Inventory:
 
     Where the pool has groups, `block_groups` and `block_pages` say of each block that a table or a claim names which
     group it is of, and which pages it is: as many as a block of the group has, the id first. `pool` has pages.
+    `frames` has what frames of the host tier hold: a claim names a frame in place of a block, and where it stands.
     """
 
     sequences: tuple[InventorySequence, ...] = ()
@@ -303,6 +309,7 @@ class Inventory:
     cached_blocks: Sequence[CachedBlock] = ()
     block_groups: Sequence[int] = ()
     block_pages: Sequence[BlockId] = ()
+    frames: Sequence[CachedBlock] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +377,18 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class TierCopy:
+    """Copy a sealed block into a frame of the host tier or, as a `load`, a frame into a block, on the compute stream.
+
+    A block that is loaded holds the frame's content from the order on: it is full, and shared by an admission.
+    """
+
+    block: BlockId
+    frame: FrameId
+    load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
     """Give a waiting sequence its block table. block_table[:n_shared] keep fill and hash; the worker resets the rest,
     except the destination of a copy.
@@ -410,7 +429,8 @@ class Preempt:
 class GrantBatch:
     """The grants and orders of M. W applies the columns in this order, at the cut-off of its next step.
 
-    `reset` is the id of a reset of the prefix cache (0: none): W claims no more what blocks hold that no table has.
+    `reset` is the id of a reset of the prefix cache (0: none): W claims no more what blocks hold that no table has, nor
+    what frames hold. Copies between blocks and frames, `tier`, stand before those between blocks, each in list order.
     """
 
     lease_target: int
@@ -420,6 +440,7 @@ class GrantBatch:
     reset: int = 0
     preempt: tuple[Preempt, ...] = ()
     cancel: tuple[SequenceId, ...] = ()
+    tier: tuple[TierCopy, ...] = ()
 
 
 # ---------------------------------------------------------------- the port

@@ -32,6 +32,7 @@ __all__ = [
     "Decision",
     "DecisionKind",
     "FinishReason",
+    "FrameId",
     "KvGeometry",
     "KvGroup",
     "KvGroupKind",
@@ -47,6 +48,8 @@ __all__ = [
 ]
 
 BlockId = NewType("BlockId", int)
+FrameId = BlockId
+"""The number of a frame of the host tier; frames have columns as blocks have."""
 """Index of a block in one worker's pool."""
 
 SequenceId = NewType("SequenceId", int)

@@ -22,6 +22,7 @@ from quire.kvmanager.v1 import kvmanager_pb2
 CHUNK_BYTES: Final = 256 * 1024
 _CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 8
 _PLACE_BYTES: Final = KEY_BYTES + 4  # of a claim that says itself where it stands
+_FRAME_BYTES: Final = 4 + 2 * KEY_BYTES + 4 + 8
 _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
 
@@ -43,6 +44,11 @@ _PACKED_FIELDS: Final = {
     "cached_depths": _Column(4, packing.unpack_blocks),
     "block_groups": _Column(1, list),
     "block_pages": _Column(4, packing.unpack_blocks),
+    "frames": _Column(4, packing.unpack_blocks),
+    "frame_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "frame_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "frame_depths": _Column(4, packing.unpack_blocks),
+    "frame_last_used": _Column(8, packing.unpack_u64),
 }
 
 _T = TypeVar("_T")
@@ -60,6 +66,7 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
             kvmanager_pb2.Inventory(block_pages=packing.pack_blocks(part))
             for part in _slices(inventory.block_pages, room // 4)
         ),
+        *map(_frames_to_proto, _slices(CachedBlocks.of(inventory.frames), room // _FRAME_BYTES)),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks
@@ -92,6 +99,17 @@ def _claims_to_proto(cached_blocks: Sequence[CachedBlock]) -> kvmanager_pb2.Inve
         cached_last_used=packing.pack_u64(columns.last_used),
         cached_parent_hashes=packing.pack_hashes(columns.parent_hashes),
         cached_depths=packing.pack_blocks(map(BlockId, columns.depths)),
+    )
+
+
+def _frames_to_proto(frames: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
+    columns = CachedBlocks.of(frames)
+    return kvmanager_pb2.Inventory(
+        frames=packing.pack_blocks(columns.blocks),
+        frame_hashes=packing.pack_hashes(columns.hashes),
+        frame_parent_hashes=packing.pack_hashes(columns.parent_hashes),
+        frame_depths=packing.pack_blocks(map(BlockId, columns.depths)),
+        frame_last_used=packing.pack_u64(columns.last_used),
     )
 
 
@@ -173,6 +191,9 @@ class InventoryAssembler:
                 raise ProtocolViolation(f"an inventory has {found} {what} so far; expected at most {most}{hint}")
 
     def _assemble(self) -> Inventory:
-        pool, *cached, groups, pages = self._columns.values()
+        pool, *cached, groups, pages, frames, hashes, parents, depths, last_used = self._columns.values()
         packing.parallel("cached_blocks", *cached[:4], *(cached[4:] if any(cached[4:]) else ()))
-        return Inventory(tuple(self._sequences), tuple(pool), CachedBlocks(*cached), tuple(groups), tuple(pages))
+        packing.parallel("frames", frames, hashes, parents, depths, last_used)
+        below = CachedBlocks(frames, hashes, [-1] * len(frames), last_used, parents, depths)
+        claims = CachedBlocks(*cached)
+        return Inventory(tuple(self._sequences), tuple(pool), claims, tuple(groups), tuple(pages), below)

@@ -11,7 +11,18 @@ from typing import Final, TypeVar
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import PARTIAL_HASHES
-from common.contracts.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
+from common.contracts.lease import (
+    Admit,
+    Attach,
+    AttachOk,
+    AttachRejected,
+    Copy,
+    GrantBatch,
+    Preempt,
+    Report,
+    Reserve,
+    TierCopy,
+)
 from common.contracts.limits import (
     MAX_ADDRESS_CHARS,
     MAX_REQUEST_ID_CHARS,
@@ -56,6 +67,7 @@ def attach_to_proto(attach: Attach) -> kvmanager_pb2.Attach:
         prefix_caching=attach.prefix_caching,
         max_num_seqs=attach.max_num_seqs,
         reset=attach.reset,
+        host_frames=attach.host_frames,
     )
 
 
@@ -79,6 +91,7 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
         prefix_caching=message.prefix_caching,
         max_num_seqs=message.max_num_seqs,
         reset=message.reset,
+        host_frames=message.host_frames,
     )
 
 
@@ -269,6 +282,10 @@ def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
     if batch.preempt:
         message.preempt_sequences = packing.pack_sequences(each.sequence for each in batch.preempt)
         message.preempt_decision_ids.extend(each.decision_id for each in batch.preempt)
+    if batch.tier:
+        message.tier_blocks = packing.pack_blocks(each.block for each in batch.tier)
+        message.tier_frames = packing.pack_blocks(each.frame for each in batch.tier)
+        message.tier_loads = bytes(each.load for each in batch.tier)
     return message
 
 
@@ -282,7 +299,15 @@ def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
         reset=message.reset,
         preempt=_unpack_preempts(message),
         cancel=tuple(packing.unpack_sequences(message.cancel)),
+        tier=_unpack_tier(message) if message.tier_blocks or message.tier_frames or message.tier_loads else (),
     )
+
+
+def _unpack_tier(message: kvmanager_pb2.GrantBatch) -> tuple[TierCopy, ...]:
+    blocks, frames = packing.unpack_blocks(message.tier_blocks), packing.unpack_blocks(message.tier_frames)
+    loads = list(map(bool, message.tier_loads))
+    packing.parallel("tier", blocks, frames, loads)
+    return tuple(map(TierCopy, blocks, frames, loads))
 
 
 def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:

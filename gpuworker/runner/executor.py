@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.contracts.errors import EngineFailure
-from common.contracts.lease import Copy
+from common.contracts.lease import Copy, TierCopy
 from common.contracts.types import BlockId, SequenceId, TokenLogprobs
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.memory.kv_cache import KvCache
@@ -52,7 +52,7 @@ class RunnerStep:
 
     number: int
     generation: int
-    copies: tuple[Copy, ...]
+    copies: tuple[Copy | TierCopy, ...]
     work: LaidOutStep
     sequences: tuple[SequenceId, ...]  # [S]
     result: Future[StepResult]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from common.contracts.errors import EngineFailure
-from common.contracts.lease import Copy
+from common.contracts.lease import Copy, TierCopy
 from common.contracts.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.scheduling.stopping import FinishCause
 
@@ -63,7 +63,7 @@ class StepPlan:
 
     step: int
     rows: tuple[ScheduledRow, ...]
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Copy | TierCopy, ...] = ()
     scored: tuple[ScoredPart, ...] = ()
     drafts: int = 0
     guessing: float = 0.0

@@ -70,9 +70,11 @@ class BlockStates:
     Where the pool has groups, it has pages, `made` knows the blocks, and `held` counts pages.
     """
 
-    def __init__(self, num_blocks: int, linked: bool = True, block_pages: tuple[int, ...] = ()) -> None:
-        """With `linked`, a claim counts only while its ancestors are claimed."""
-        self.linked = linked
+    def __init__(
+        self, num_blocks: int, linked: bool = True, block_pages: tuple[int, ...] = (), block_size: int = 0
+    ) -> None:
+        """With `linked`, a claim counts only while its ancestors are claimed. `block_size` is in slots."""
+        self.linked, self.block_size = linked, block_size
         self.made = PageBlocks(block_pages) if block_pages else None
         self.pool: deque[BlockId] = deque()
         self.fill = [0] * num_blocks
@@ -148,6 +150,13 @@ class BlockStates:
         """Account for a copy queued now: dst gets those of its first `slots` that src holds at this point."""
         self.drop_claim(dst)
         self.fill[dst] = min(self.fill[src], slots)
+
+    def fill_with(self, block: BlockId, content: Content | None) -> None:
+        """Account for a block that a frame of the host tier is copied into: it is full. None: it claims nothing."""
+        self.drop_claim(block)
+        self.fill[block] = self.block_size
+        if content is not None:
+            self.content[block] = content
 
     def fill_up(self, block_table: Sequence[BlockId], start: int, end: int, shift: int) -> None:
         """Count the slots of positions start .. end - 1 as filled: drafts wrote them, and were right.

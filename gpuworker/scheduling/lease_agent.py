@@ -22,6 +22,7 @@ from common.contracts.lease import (
     Inventory,
     InventorySequence,
     Report,
+    TierCopy,
     blocks_before_window,
     blocks_needed,
     unread_blocks,
@@ -41,6 +42,7 @@ from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
+from gpuworker.scheduling.frame_claims import FrameClaims
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
 from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts
@@ -60,7 +62,8 @@ class LeaseAgent:
         # Where every layer has a window, each prompt begins with that, and decodes come first in a step alone.
         self._kept_slots = 0 if config.window else config.runway_slots
         self._block_shift = config.block_size.bit_length() - 1
-        self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages)
+        self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
+        self._frames = FrameClaims(config.host_frames)
         self._scheduler = StepScheduler(
             self._blocks,
             config.block_size,
@@ -72,9 +75,12 @@ class LeaseAgent:
         self._report = ReportBuilder()
         self._sequences: dict[SequenceId, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
-        self._copies: list[Copy] = []
+        # Copies that the next step runs before its rows, in the order in which they were granted.
+        self._copies: list[Copy | TierCopy] = []
         self._partial_copies = PartialCopies()
-        self._grants = GrantApplier(config, self._sequences, self._blocks, self._scheduler, self._partial_copies)
+        self._grants = GrantApplier(
+            config, self._sequences, self._blocks, self._frames, self._scheduler, self._partial_copies
+        )
         self._closer = BlockCloser(config, self._blocks, self._report)
         self._departures = Departures(
             self._sequences, self._blocks, self._scheduler, self._report, self._partial_copies, config.draft_model
@@ -133,6 +139,7 @@ class LeaseAgent:
         """
         admitted = self._grants.apply(batch)
         self._lease_target = batch.lease_target
+        self._copies += batch.tier
         self._copies += batch.copy
         if batch.reset:
             self._reset_cache(batch.reset)
@@ -150,6 +157,7 @@ class LeaseAgent:
     def _reset_cache(self, number: int) -> None:
         """Forget cached content, and confirm that: the next inventory must not bring it back."""
         self._blocks.forget_unheld()
+        self._frames.forget_all()
         self.reset = number
         self._report.reset(number)
 
@@ -298,7 +306,7 @@ class LeaseAgent:
         sequences = tuple(map(_inventory_of, self._sequences.values()))
         cached, made = self._blocks.cached_blocks(), self._blocks.made
         if made is None:
-            return Inventory(sequences, tuple(self._blocks.pool), cached)
+            return Inventory(sequences, tuple(self._blocks.pool), cached, frames=self._frames.claims())
         held = (block for each in self._sequences.values() for block in each.held_blocks() if block != TRIMMED)
         named = dict.fromkeys([*held, *(each.block for each in cached)])
         pages = tuple([page for block in named for page in made.pages[block]])
@@ -479,6 +487,7 @@ def check_grants(
     block_size: int,
     window: int = 0,
     groups: Items[KvGroup] = (),
+    frames: FrameClaims | None = None,
 ) -> None:
     """Raise ProtocolViolation when a grant names a block that there is not, or that the worker still holds.
 
@@ -495,6 +504,8 @@ def check_grants(
     granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
     if blocks.made is not None:
         granted = check_groups(batch, blocks, blocks.made, sequences, block_size, groups)
+    if batch.tier:
+        granted += (frames or FrameClaims(0)).check(batch.tier, batch.admit, blocks, sequences)
     blocks.refuse_held([*granted, *batch.lease])
     if batch.copy:
         blocks.refuse_unknown([copy.src for copy in batch.copy])
@@ -549,9 +560,11 @@ class GrantApplier:
         config: AgentConfig,
         sequences: dict[SequenceId, Sequence],
         blocks: BlockStates,
+        frames: FrameClaims,
         scheduler: StepScheduler,
         partial_copies: PartialCopies,
     ) -> None:
+        self._frames = frames
         self._block_size, self._window, self._groups = config.block_size, config.window, config.groups
         self._sequences = sequences
         self._blocks = blocks
@@ -563,7 +576,8 @@ class GrantApplier:
 
         Raises ProtocolViolation, with nothing applied, as `check_grants` does.
         """
-        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window, self._groups)
+        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window, self._groups, self._frames)
+        self._frames.apply(batch.tier, self._blocks)
         for copy in batch.copy:
             slots = copy.length % self._block_size or self._block_size
             self._blocks.copy(copy.src, copy.dst, slots)

@@ -34,6 +34,8 @@ class AgentConfig:
     max_scored_tokens: int = 256
     min_partial_block: int = MIN_PARTIAL_BLOCK
     groups: tuple[KvGroup, ...] = ()
+    host_frames: int = 0
+    """Blocks that host memory keeps beside those of the pool."""
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.contracts.lease import Admit, Copy
+from common.contracts.lease import Admit, Copy, TierCopy
 from common.contracts.types import SequenceId
 
 
@@ -33,7 +33,7 @@ class PartialCopies:
         """Forget the copy of a sequence whose block table is released: the manager learns that from the release."""
         self._by_sequence.pop(sequence, None)
 
-    def ran(self, copies: Iterable[Copy]) -> tuple[SequenceId, ...]:
+    def ran(self, copies: Iterable[Copy | TierCopy]) -> tuple[SequenceId, ...]:
         """Return the sequences whose copies have run, and forget these copies."""
         done = set(map(id, copies))
         found = tuple([sequence for sequence, copy in self._by_sequence.items() if id(copy) in done])

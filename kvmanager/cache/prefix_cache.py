@@ -25,8 +25,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.types import BlockHash, BlockId, MissReason, SequenceId
+from common.contracts.types import BlockHash, BlockId, FrameId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
+from kvmanager.cache.host_tier import HostTier
 from kvmanager.cache.state_tree import StateTree
 from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
@@ -163,18 +164,26 @@ class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
     __slots__ = (
-        "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "copies", "entries", "events", "ghosts", "number",
-        "partials", "pending", "states", "watched",
+        "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "below", "copies", "entries", "events", "ghosts",
+        "number", "partials", "pending", "states", "tier", "watched",
     )  # fmt: skip
 
     def __init__(
-        self, blocks: Blocks, ghost_limit: int, linked: bool = True, runs: int = 0, states: StateTree | None = None
+        self,
+        blocks: Blocks,
+        ghost_limit: int,
+        linked: bool = True,
+        runs: int = 0,
+        states: StateTree | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         """With `linked`, a hash is registered only while its parent is; else no block has children.
 
-        `runs` counts the groups behind the first one, `states` has the checkpoints of one of them.
+        `runs` counts the groups behind the first one, `states` has the checkpoints of one of them. `tier` has what was
+        evicted into host memory.
         """
-        self.states = states
+        self.states, self.tier = states, tier
+        self.below: dict[BlockHash, FrameId] = {} if tier is None else tier.entries
         self._blocks, self._linked, self._runs = blocks, linked, range(1, runs + 1)
         self._ghost_limit = ghost_limit
         # The first copy of each registered hash, and all copies of those that have several.
@@ -323,7 +332,12 @@ class PrefixCache:
         return self.ghosts.pop(block_hash, None)
 
     def note_stored(self, key: BlockHash, depth: int) -> None:
-        """Tell the index of a new hash. Where the pool has groups, a content is in the index while all runs have it."""
+        """Tell the index of a new hash. Where the pool has groups, a content is in the index while all runs have it.
+
+        A hash that a frame has is in the index already.
+        """
+        if key in self.below:
+            return
         if self._runs:
             block_hash = hash_in(key)
             if not self._in_all_runs(block_hash) or not self.ambiguous.isdisjoint(self._keys_of(block_hash)):
@@ -398,7 +412,7 @@ class PrefixCache:
             if above is None:
                 raise ProtocolViolation(f"block {block} was cached without its parent")
             blocks.children[above] -= 1
-        if block_hash not in self.ambiguous:
+        if block_hash not in self.ambiguous and block_hash not in self.below:
             self._leaves(block_hash, depth)
         self.ghosts[block_hash] = (beneficiary, retention, *mark)
         if len(self.ghosts) > self._ghost_limit:
@@ -431,6 +445,8 @@ class PrefixCache:
         self.ghosts.clear()
         self.ambiguous.clear()
         self.watched = frozenset()
+        if self.tier is not None:
+            self.tier.clear()
         self.number += 1
         self.events.append(Cleared(self.number))
 
@@ -443,10 +459,51 @@ class PrefixCache:
         self.ambiguous.clear()
         self.copies.clear()
         self.watched = frozenset()
-        if self.entries:
+        if self.entries or self.below:
             self.entries.clear()
+            if self.tier is not None:
+                self.tier.clear()
             self.number += 1
             self.events.append(Cleared(self.number))
+
+    # ------------------------------------------------------------ the host tier
+
+    def store_below(self, block: BlockId) -> FrameId | None:
+        """Return a frame for what an evicted block holds; None if a frame has it already, or none can be had.
+
+        Call it before `forget_block`. What the frame held leaves the index, unless a block has it.
+        """
+        tier, blocks = self.tier, self._blocks
+        block_hash, parent = blocks.hash[block], blocks.parent[block]
+        if tier is None or block_hash is None or parent is None or block_hash in self.copies:
+            return None
+        if block_hash in self.below or block_hash in self.ambiguous:
+            tier.touch(block_hash)
+            return None
+        taken = tier.take_frame(block_hash, parent, blocks.index[block])
+        if taken is None:
+            return None
+        if self.watched:
+            self.touch_hash(block_hash)
+        if taken.dropped:
+            self._leave_below(taken.dropped, taken.depth)
+        return taken.frame
+
+    def _leave_below(self, block_hash: BlockHash, depth: int) -> None:
+        if self.watched:
+            self.touch_hash(block_hash)
+        if block_hash not in self.entries and block_hash not in self.ambiguous:
+            self._leaves(block_hash, depth)
+
+    def clear_below(self) -> None:
+        """Forget what all frames hold, the deepest first: a reader's view stays closed under prefixes."""
+        if self.tier is None or not self.below:
+            return
+        depths, found = self.tier.frames.index, [(key, frame) for key, frame in self.below.items()]
+        found = sorted([(depths[frame], key) for key, frame in found], reverse=True)
+        self.tier.clear()
+        for depth, block_hash in found:
+            self._leave_below(block_hash, depth)
 
     # ------------------------------------------------------------ pending
 
@@ -485,6 +542,9 @@ class PrefixCache:
         """Return the whole membership, parents first."""
         index, ambiguous = self._blocks.index, self.ambiguous
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
+        if self.tier is not None:
+            depths, known = self.tier.frames.index, self.entries
+            entries += [(key, depths[frame]) for key, frame in self.below.items() if key not in known]
         if self._runs:
             keys = {key for key, _ in entries}
             entries = [(key, depth) for key, depth in entries if keys.issuperset(self._keys_of(key))]
@@ -499,7 +559,8 @@ class RememberedMatch:
     The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, those of
     `deciding_hashes`. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
     taken into use or released. `runs` are the hits in each run, where the pool has groups; `cached_hits` then counts
-    the pages of all hits that no sequence holds. The first group has `sealed` leading blocks then.
+    the pages of all hits that no sequence holds. The first group has `sealed` leading blocks then. `frames` of the host
+    tier hold the blocks behind the hits.
     """
 
     sequence: SequenceId
@@ -510,3 +571,4 @@ class RememberedMatch:
     unread: int = 0
     runs: tuple[RunHits, ...] = ()
     sealed: int = 0
+    frames: tuple[FrameId, ...] = ()

@@ -13,12 +13,15 @@ class Totals:
 
     A hit counts at admission, or when the block is sealed if another sequence was still to fill it. Partial hits are
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
-    grants are admissions with a part of the prompt's blocks, again after each preemption. `broken_stalls` counts
+    grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
+    blocks that were copied into frames of the host tier, and out of them. `broken_stalls` counts
     preemptions that were ordered because work stood still.
     """
 
     preemptions: int = 0
     evictions: int = 0
+    host_stores: int = 0
+    host_loads: int = 0
     admissions: int = 0
     chunked_grants: int = 0
     rejections: int = 0

@@ -72,7 +72,8 @@ class LedgerConfig(LedgerOptions):
 
     With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
     cached block then stays when those before it go. Where the model has `groups` of layers, blocks consist of pages:
-    `num_blocks` counts these, and so does every number of blocks that is free, needed, leased or granted.
+    `num_blocks` counts these, and so does every number of blocks that is free, needed, leased or granted. `host_frames`
+    are those of the worker's host memory.
     """
 
     num_blocks: int
@@ -81,6 +82,7 @@ class LedgerConfig(LedgerOptions):
     window: int = 0
     max_num_seqs: int = 256
     groups: tuple[KvGroup, ...] = ()
+    host_frames: int = 0
     slides: bool = field(init=False, default=False)
     """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
     stall_pages: int = field(init=False, default=1)
@@ -104,6 +106,7 @@ class LedgerConfig(LedgerOptions):
             window=attach.identity.kv_geometry.window,
             groups=attach.identity.kv_geometry.groups,
             max_num_seqs=attach.max_num_seqs,
+            host_frames=attach.host_frames,
             **chosen,
         )
 
@@ -153,6 +156,11 @@ class LedgerConfig(LedgerOptions):
     def spare_places(self) -> int:
         """Places that tenants over their share leave free: about one in sixteen, none of very few."""
         return (self.max_num_seqs + 8) // 16
+
+    @property
+    def frames(self) -> int:
+        """Frames that keep what is evicted: none where nothing is cached, or layers have windows or states."""
+        return self.host_frames if self.prefix_caching and not self.slides else 0
 
     @property
     def copies_parts(self) -> bool:

@@ -26,6 +26,7 @@ def audit(state: LedgerState) -> None:
     _references(state.store, state.sequences)
     _prefix_map(state.store)
     _states_of_layers(state.store)
+    _host_tier(state.store)
     _pending(state.store)
     _remembered(state.store, state.sequences)
     _sequences(state.store, state.sequences)
@@ -141,6 +142,32 @@ def _prefix_map(store: BlockStore) -> None:
             )
             held = above is not None and blocks.state[above] is BlockState.IN_USE
             _check(held or not any(in_use), "a child is in use whose parent is not")
+
+
+def _host_tier(store: BlockStore) -> None:
+    """Check the frames: each is free or cached, their map and counts are right, and no content lacks its parent."""
+    tier, blocks = store.tier, store.cache.entries
+    if tier is None:
+        return
+    frames = tier.frames
+    hashes = {key: frame for frame, key in enumerate(frames.hash) if key is not None}
+    _check(tier.entries == hashes, "the map of the host tier and its frames' hashes disagree")
+    cached = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.CACHED)
+    _check(sorted(tier.order) == cached == sorted(hashes.values()), "the order of frames does not hold those in use")
+    free = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.FREE)
+    _check(sorted(tier.free) == free, "the list of free frames is wrong")
+    _check(len(free) + len(cached) == len(frames), "a frame is held by no grant, and is not cached")
+    children = Counter(frames.parent[frame] for frame in cached)
+    counted = {key: frames.children[frame] for key, frame in hashes.items()} | tier.apart
+    del children[ROOT]
+    _check({key: count for key, count in counted.items() if count} == dict(children), "children are miscounted")
+    for key, frame in hashes.items():
+        over = frames.parent[frame]
+        _check(not over or over in blocks or over in hashes, "a frame holds a content without its parent")
+        same = blocks.get(key)
+        if same is not None and key not in store.cache.ambiguous:
+            alike = (store.blocks.index[same], store.blocks.parent[same]) == (frames.index[frame], over)
+            _check(alike, "a block and a frame of one hash differ in depth or parent")
 
 
 def _states_of_layers(store: BlockStore) -> None:

@@ -260,12 +260,13 @@ def grant_blocks(
     """Give a waiting sequence its block table, and return the answer to the worker.
 
         | TRIMMED, plan.unread | plan.hits            | plan.fresh                          | growth, leased later  |
-        | left the window      | shared, not computed | a copied part, then computed slots  |                       |
-        |<------------- n_shared = plan.shared ------>|
+        | left the window      | shared, not computed | loaded from plan.frames, or a       |                       |
+        |                      |                      | copied part, then computed slots    |                       |
+        |<------------- n_shared = plan.shared, with loaded ones ->|
         |<--------------------------------- block_table ---------------------------------->|
         |<---------------------------------------------- max_blocks -------------------------------------------->|
 
-    Hits, and the block of which a part is copied, are referenced before anything is evicted for the fresh blocks.
+    Hits, frames, and the block of which a part is copied are held before anything is evicted for the fresh blocks.
     """
     store = state.store
     store.remembered, parent = None, grant_plan.find_fork_parent(state.sequences, sequence)
@@ -282,16 +283,20 @@ def grant_blocks(
     learn(store, sequence, plan.hits)
     if part is not None:
         state.hold_copy_source(sequence, part.source)
+    if plan.frames and store.tier is not None:
+        store.tier.hold(plan.frames)
     evicted = evicting.evict_until_free(state, plan.fresh, sequence)
     state.sequences.queue.remove_sequence(sequence)
     sequence.waited += state.clock.monotonic() - sequence.queued_at
     sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
-    sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
-    sequence.own_from = min(sequence.own_from, plan.shared, sequence.own_from if parent is None else parent.own_from)
+    sequence.n_shared, sequence.trimmed = plan.present, plan.unread
+    if plan.frames:
+        state.load_frames(sequence, plan.frames)
+    sequence.own_from = min(sequence.own_from, plan.present, sequence.own_from if parent is None else parent.own_from)
     if state.config.groups:
         _fill_tables(store, sequence, plan)
     else:
-        store.append_fresh_blocks(plan.fresh, sequence)
+        store.append_fresh_blocks(plan.fresh - len(plan.frames), sequence)
     state.sequences.planned.plan([sequence.block_hashes[place] for place in plan.checkpoints], sequence.id)
     state.sequences.start_sequence(sequence, state.worker.steps)
     return Admit(

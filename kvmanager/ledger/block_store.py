@@ -16,6 +16,7 @@ from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
+from kvmanager.cache.host_tier import HostTier
 from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.state_tree import StateTree
@@ -32,7 +33,7 @@ class BlockStore:
     `remembered` is the match of the sequence that was tried last and lacked blocks.
     """
 
-    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention", "states")
+    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention", "states", "tier")
 
     def __init__(self, config: LedgerConfig, clock: Clock) -> None:
         self.config = config
@@ -41,7 +42,9 @@ class BlockStore:
         # The checkpoints of states, where the last group has some.
         self.states = StateTree(len(config.groups) - 1, self.blocks) if config.keeps_states else None
         ghosts, runs = config.ghosts or 4 * config.num_blocks, len(config.groups[1:])
-        self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states)
+        # Where everything is one group of layers that see all tokens, host memory may keep what is evicted.
+        self.tier = HostTier(config.frames, config.eviction) if config.frames else None
+        self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states, self.tier)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
         self.retention = Retention(
             self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits, config.block_pages
@@ -184,7 +187,7 @@ class BlockStore:
             cache.note_stored(block_hash, blocks.index[block])
             if blocks.group[block]:
                 above = before  # a run's block does not continue the chain of the first group's
-        else:
+        elif block_hash not in cache.below:
             cache.number += 1
             cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
         ghost = cache.ghosts.pop(block_hash, None)
@@ -221,5 +224,5 @@ class BlockStore:
         if self.config.window:
             looked_at = deciding_hashes(self.cache, self.config, hashes, sequence.num_tokens, found.match)
         else:
-            looked_at.update(hashes[: len(found.hits) + 1])
+            looked_at.update(hashes[: len(found.hits) + len(found.frames) + 1])
         self.cache.watched = frozenset(looked_at)

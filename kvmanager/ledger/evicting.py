@@ -25,7 +25,7 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     if missing <= 0:
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
-    retained, pinned = totals.retained_evictions, totals.pinned_evictions
+    retained, pinned, kept = totals.retained_evictions, totals.pinned_evictions, totals.host_stores
     evicted, fates, free = list[Candidate](), dict[str, list[str]](), state.store.pool.free
     while len(free) < count and len(evicted) < _NAMED:
         evicted.append(evict_next(state, name))
@@ -44,6 +44,10 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         figures["retained"] = float(retained)
     if pinned := totals.pinned_evictions - pinned:
         figures["pinned"] = float(pinned)
+    if state.store.tier is not None:
+        # Those that a frame had already need no store, and are kept too.
+        figures["host_stores"] = float(totals.host_stores - kept)
+        figures["host_blocks"] = float(len(state.store.tier))
     reasons += tuple(f"{', '.join(names)}: {fate}" for fate, names in fates.items())
     named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
     state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
@@ -53,13 +57,15 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
 def drop_cached_blocks(state: LedgerState) -> int:
     """Free every cached block and return how many there were.
 
-    An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
+    Frames of the host tier forget what they hold, too. An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
     only copies hold lose their content too; they are free once their copies are reported.
     """
-    pool = state.store.pool
+    pool, frames = state.store.pool, len(state.store.cache.below)
     copied = _find_only_copied(state.store, state.sequences)
     dropped = len(pool.cached) + len(copied)
+    state.tier_copies.clear()
     if pool.in_use:
+        state.store.cache.clear_below()
         # Nothing is learned of their uses: they go for another reason than want of room.
         blocks = state.store.blocks
         # Where the pool has groups, blocks of runs go before the first group's block of the same content.
@@ -75,6 +81,8 @@ def drop_cached_blocks(state: LedgerState) -> int:
     state.store.retention.forget_cached()
     state.totals.reset_blocks += dropped
     figures = {"dropped": float(dropped), "in_use": float(state.store.pool.in_use)}
+    if frames:
+        figures["host_blocks"] = float(frames)
     reasons = ("an operator reset the prefix cache", "blocks in use stay")
     state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
     return dropped
@@ -108,6 +116,8 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
+    if state.store.tier is not None:
+        state.keep_below(block)
     depth = state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)
     state.store.note_end_before(block)
     return block, depth

@@ -9,8 +9,9 @@ from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
-from common.contracts.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, MissReason, SequencePhase
 from kvmanager.cache.group_match import GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixMatch, RememberedMatch, RunHits
 from kvmanager.cache.window_match import match_in_window
@@ -32,7 +33,8 @@ class GrantPlan:
     `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
     see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
     At the places of `checkpoints` the sequence is to leave its states; those at `asked` ones are never superseded. With
-    a `tail` it gets one block more, for the states behind its last full block.
+    a `tail` it gets one block more, for the states behind its last full block. The first of its fresh blocks get what
+    `frames` of the host tier hold.
     """
 
     hits: list[BlockId]
@@ -45,16 +47,28 @@ class GrantPlan:
     checkpoints: tuple[int, ...] = ()
     asked: frozenset[int] = frozenset()
     tail: bool = False
+    frames: tuple[FrameId, ...] = ()
+
+    @property
+    def present(self) -> int:
+        """Blocks that are there: hits, and those before them that the sequence does not read."""
+        return self.unread + len(self.hits)
 
     @property
     def shared(self) -> int:
-        """Blocks that the sequence does not compute: hits, and those before them that it does not read."""
-        return self.unread + len(self.hits)
+        """Blocks that the sequence does not compute: those that are there, and those that are loaded."""
+        return self.present + len(self.frames)
 
 
-def match_prefix(
-    store: BlockStore, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
-) -> tuple[list[BlockId], PrefixMatch]:
+class Matched(NamedTuple):
+    """The blocks of a prompt that are there, the frames that hold the next ones, and what both are worth."""
+
+    hits: list[BlockId]
+    match: PrefixMatch
+    frames: tuple[FrameId, ...] = ()
+
+
+def match_prefix(store: BlockStore, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool) -> Matched:
     """Return the registered or pending blocks of a prompt's full blocks, and the match that they give.
 
         block_hashes   | 0 | 1 | 2 | 3 | 4 | 5 |  + the tokens behind the last full block
@@ -66,16 +80,19 @@ def match_prefix(
     """
     config, cache = store.config, store.cache
     if not config.prefix_caching or not cacheable:
-        return [], PrefixMatch(0, MissReason.DISABLED)
+        return Matched([], PrefixMatch(0, MissReason.DISABLED))
     full = min(num_tokens // config.block_size, len(block_hashes))
     if config.groups:
         found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens).match()
-        return found.hits, found.match
+        return Matched(found.hits, found.match)
     if config.window:
-        return match_in_window(cache, config, block_hashes, num_tokens, full)
-    present = cache.find_longest_prefix(block_hashes, full)
-    match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present))
-    return present[: match.hit_blocks], match
+        return Matched(*match_in_window(cache, config, block_hashes, num_tokens, full))
+    present, frames = cache.find_longest_prefix(block_hashes, full), list[FrameId]()
+    if store.tier is not None:
+        frames = store.tier.find_run(block_hashes, len(present), full)
+    match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present) + len(frames))
+    hits = present[: match.hit_blocks]
+    return Matched(hits, match, tuple(frames[: match.hit_blocks - len(hits)]))
 
 
 def find_fork_parent(sequences: SequenceTable, sequence: Sequence) -> Sequence | None:
@@ -108,7 +125,7 @@ def measure_shortage(state: LedgerState, sequence: Sequence) -> Shortage:
     plan, missing = _plan_or_remember(state, sequence)
     if state.config.groups:
         return Shortage(missing, plan.left + missing, frozenset(every_hit(plan.hits, plan.runs)))
-    return Shortage(missing, _count_slack(state, sequence, plan.shared + plan.fresh), frozenset(plan.hits))
+    return Shortage(missing, _count_slack(state, sequence, plan.present + plan.fresh), frozenset(plan.hits))
 
 
 def _plan_or_remember(state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
@@ -139,17 +156,17 @@ def plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMat
     config, available = state.config, state.store.pool.available
     if config.groups:
         return _plan_in_groups(state, sequence, found)
-    hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
+    hits, cached_hits, unread, frames = found.hits, found.cached_hits, found.unread, found.frames
     parent = find_fork_parent(state.sequences, sequence)
     if parent is not None:
         shared = _find_shared_blocks(parent, config.hits_of(sequence.num_tokens))
         if len(shared) > unread + len(hits):
-            hits, cached_hits, unread = shared, 0, 0
-    needed = _count_wanted_blocks(state.config, sequence, unread, len(hits))
+            hits, cached_hits, unread, frames = shared, 0, 0, ()
+    needed = _count_wanted_blocks(state.config, sequence, unread, len(hits) + len(frames))
     fresh = needed - unread - len(hits)
     slack = _count_slack(state, sequence, needed)
     missing = fresh + slack - (available - cached_hits)
-    return GrantPlan(hits, fresh, found.match, slack - missing, unread), missing
+    return GrantPlan(hits, fresh, found.match, slack - missing, unread, frames=frames), missing
 
 
 def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
@@ -224,7 +241,9 @@ def plan_part(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, most: i
     first. They are held until they are saved, so the pool must have room for them beside the whole sequence.
     """
     if not config.groups:
-        return replace(plan, fresh=most, left=0) if chunked_grants.is_enough(config, most, plan.fresh) else None
+        if not chunked_grants.is_enough(config, most, plan.fresh):
+            return None
+        return replace(plan, fresh=most, left=0, frames=plan.frames[: most - 1])
     whole, spare = plan.fresh_blocks[0], _pages_beside(config, sequence)
     for number in range(_count_checkpoints(config, sequence, plan, min(most, spare), sealed), -1, -1):
         taken = config.groups[-1].pages * number
@@ -293,11 +312,11 @@ def _count_wanted_blocks(config: LedgerConfig, sequence: Sequence, unread: int, 
 def _match_anew(store: BlockStore, sequence: Sequence) -> RememberedMatch:
     if store.config.groups:
         return _match_groups(store, sequence)
-    hits, match = match_prefix(store, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
+    hits, match, frames = match_prefix(store, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
     states = store.blocks.state
     cached_hits = [states[block] for block in hits].count(CACHED)
-    unread = match.hit_blocks - len(hits)
-    return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread)
+    unread = match.hit_blocks - len(hits) - len(frames)
+    return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread, frames=frames)
 
 
 def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
@@ -329,8 +348,11 @@ def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fr
 
 
 def find_partial_source(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
-    """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
-    return partial_copy(store, sequence, plan.hits, plan.left)
+    """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy.
+
+    Behind frames there is none: no block whose parent is in a frame alone is in the cache.
+    """
+    return None if plan.frames else partial_copy(store, sequence, plan.hits, plan.left)
 
 
 # ------------------------------------------------------------ forks

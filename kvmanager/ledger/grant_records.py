@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Final
 
-from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import HOST_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -59,6 +59,15 @@ def _reasons(
         reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
     if match.retention:
         reasons.append(f"{RETENTION_REASON}{match.retention}")
+    reasons += _special(sequence, plan, passes, lacking)
+    return tuple(reasons)
+
+
+def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) -> list[str]:
+    """Return in words what is special about a grant beside its hits."""
+    reasons = list[str]()
+    if plan.frames:
+        reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} shared blocks are loaded")
     if passes:
         reasons.append(_PASSES)
     elif sequence.by_age:
@@ -70,7 +79,7 @@ def _reasons(
         reasons.append("computes all its tokens")
     if sequence.recompute:
         reasons.append("computed again after a preemption")
-    return tuple(reasons)
+    return reasons
 
 
 def record_grant(
@@ -101,6 +110,7 @@ def record_grant(
         **({"passes": 1.0} if passes else {}),
         **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
+        **({"host_blocks": float(len(plan.frames))} if plan.frames else {}),
         **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
         **({"tails": 1.0} if plan.tail else {}),
     }

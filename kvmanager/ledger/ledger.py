@@ -102,11 +102,11 @@ class Ledger:
         if refill:
             lease += block_granter.lease_free_blocks(state.store, target)
         cancel, worker.refused = tuple(worker.refused), []
-        reset = worker.resets.take_reset()
-        if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset):
+        reset, tier = worker.resets.take_reset(), state.take_tier_copies() if state.tier_copies else ()
+        if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset or tier):
             return None
         worker.last_sent_target = target
-        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
+        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel, tier)
 
     @property
     def has_more(self) -> bool:
@@ -247,7 +247,7 @@ class Ledger:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
         cache, config = self.state.store.cache, self.state.config
-        _, match = grant_plan.match_prefix(self.state.store, block_hashes, num_tokens, cacheable)
+        match = grant_plan.match_prefix(self.state.store, block_hashes, num_tokens, cacheable).match
         return settled(cache, config, block_hashes, num_tokens, match)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:

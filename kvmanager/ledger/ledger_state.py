@@ -6,6 +6,7 @@
       sequences   SequenceTable   live sequences, the queue, tenants, running totals
       admission   Admission       why nobody more was admitted, what the next sequence was promised
       worker      WorkerView      what the worker said last, and what it was told
+      tier_copies                 copies between blocks and host memory that the next batch orders
       totals, decisions           counters, and records until they are drained
 
 Rules decide which change happens when: `report_applier`, `block_granter`, `evicting`, `preemption` and `rebuild`. A
@@ -15,12 +16,15 @@ rule takes the part that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
 from common.contracts.clock import Clock
-from common.contracts.lease import blocks_needed
-from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, SequenceId
+from common.contracts.hashing import PARTIAL_HASHES
+from common.contracts.lease import TierCopy, blocks_needed
+from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
+from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
@@ -32,7 +36,7 @@ from kvmanager.ledger.sequence_table import SequenceTable
 class LedgerState:
     """The parts of one worker's ledger. Parts do not know each other."""
 
-    __slots__ = ("admission", "clock", "config", "decisions", "sequences", "store", "totals", "worker")
+    __slots__ = ("admission", "clock", "config", "decisions", "sequences", "store", "tier_copies", "totals", "worker")
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
         self.config, self.clock = config, clock
@@ -50,6 +54,7 @@ class LedgerState:
         self.sequences = SequenceTable(self.config.block_size, self.config.groups, self.config.window)
         self.admission = Admission()
         self.worker = WorkerView()
+        self.tier_copies: list[TierCopy] = []
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""
@@ -66,6 +71,36 @@ class LedgerState:
         reason = f"{sequence.max_len} tokens need {needed} {what}; the pool has {there}"
         figures = {"needed_blocks": float(needed), "num_blocks": float(there), "max_len": float(sequence.max_len)}
         self.decisions.record(DecisionKind.REJECTION, "refused", sequence, (reason,), figures)
+
+    # ------------------------------------------------------------ the host tier
+
+    def keep_below(self, block: BlockId) -> None:
+        """Order that a frame gets what an evicted block holds, unless one has it already."""
+        frame = self.store.cache.store_below(block)
+        if frame is not None:
+            self.tier_copies.append(TierCopy(block, frame))
+            self.totals.host_stores += 1
+
+    def load_frames(self, sequence: Sequence, frames: Items[FrameId]) -> None:
+        """Extend a block table by the next free blocks, and order that they get what a run of frames holds."""
+        store, hashes, table = self.store, sequence.block_hashes, sequence.block_table
+        assert store.tier is not None
+        for frame in frames:
+            block, index = store.pool.take_block(), len(table)
+            store.describe_block(block, sequence, index)
+            table.append(block)
+            store.publish_block(block, hashes[index], hashes[index - 1] if index else ROOT)
+            self.tier_copies.append(TierCopy(block, frame, load=True))
+            if sequence.partial_hashes and self.config.copies_parts:
+                parts = sequence.partial_hashes[PARTIAL_HASHES * index : PARTIAL_HASHES * (index + 1)]
+                store.cache.partials.add(hashes[index], parts)
+        self.totals.host_loads += len(frames)
+        store.tier.release(frames)
+
+    def take_tier_copies(self) -> tuple[TierCopy, ...]:
+        """Return the copies for the next batch, in their order."""
+        taken, self.tier_copies = tuple(self.tier_copies), []
+        return taken
 
     # ------------------------------------------------------------ seals
 

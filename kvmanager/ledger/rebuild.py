@@ -7,11 +7,12 @@ out in steps of some milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Final
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
+from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
@@ -48,6 +49,7 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     entries = CachedBlocks.of(inventory.cached_blocks)
     if state.config.prefix_caching:
         yield from _restore_cache(state, entries, cached)
+    yield from _restore_frames(state.store, inventory.frames)
     for sequence, table in tables:
         _restore_content(state.store, sequence, table)
         for run in sequence.runs:
@@ -110,6 +112,17 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
         cached.append(block)
     if cache.ghosts:
         cache.forget_ghosts(hashes[step])
+
+
+def _restore_frames(store: BlockStore, claims: Items[CachedBlock]) -> Iterator[None]:
+    """Take over what the worker's host memory holds; there are no events of that either."""
+    if store.tier is None or not claims:
+        return
+    frames = CachedBlocks.of(claims)
+    if len(frames.depths) != len(frames):
+        raise ProtocolViolation("frames of the host tier came without their depths")
+    yield from store.tier.restore(frames, store.blocks, store.cache.entries)
+    store.cache.number += 1
 
 
 def _restore_pins(store: BlockStore) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from common.contracts.types import SequenceId
 from gpuworker.scheduling.block_states import BlockStates
 from gpuworker.scheduling.departures import Departures
+from gpuworker.scheduling.frame_claims import FrameClaims
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder
@@ -20,7 +21,7 @@ _COLUMNS = (
     "_reserve", "_bind", "_bind_groups", "_bind_pages", "_seal", "_partials", "_copied", "_trim", "_run_trim",
     "_returned", "_preempted", "_finished",
 )  # fmt: skip
-_PARTS = ("_sequences", "_blocks", "_scheduler", "_report", "_partial_copies")
+_PARTS = ("_sequences", "_blocks", "_frames", "_scheduler", "_report", "_partial_copies")
 
 
 def shallow(thing: T) -> T:
@@ -38,6 +39,8 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._report = _copy_report(agent._report)
     twin._in_flight = agent._in_flight.copy()
     twin._copies = agent._copies.copy()
+    twin._frames = FrameClaims(agent._frames.num_frames)
+    twin._frames.held = agent._frames.held.copy()
     twin._partial_copies = PartialCopies()
     twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
     twin._departures = _copy_departures(agent._departures, twin)
@@ -56,6 +59,7 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         tuple(agent._partial_copies._by_sequence.items()),
         tuple([plan.copies for plan in agent._in_flight]),
         (agent._lease_target, agent.reset),
+        frozenset([(frame, each and each.hash) for frame, each in agent._frames.held.items()]),
     )
 
 

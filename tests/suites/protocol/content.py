@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from common.contracts.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
-from common.contracts.types import BlockHash, BlockId
+from common.contracts.types import BlockHash, BlockId, FrameId
 
 NOTHING = 0
 ROOT_LINK = bytes(32)
@@ -114,13 +114,17 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
 class Device:
     """The KV cache of one worker: per block, the node that each slot holds.
 
-    Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`). All slots
+    Frames of host memory stand behind the blocks (`frame`). Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`). All slots
     of a checkpoint's pages hold the node of the last token before it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
+    def __init__(self, num_blocks: int, block_size: int, frames: int = 0) -> None:
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.slots = [[NOTHING] * block_size for _ in range(num_blocks + frames)]
+
+    def frame(self, frame: FrameId) -> int:
+        """Return where the slots of a frame stand."""
+        return self.num_blocks + frame
 
     def copy_block(self, src: int, dst: int) -> None:
         self.slots[dst] = self.slots[src].copy()
@@ -140,5 +144,6 @@ class Device:
 
     def clone(self) -> Device:
         twin = Device(0, self.block_size)
+        twin.num_blocks = self.num_blocks
         twin.slots = [slots.copy() for slots in self.slots]
         return twin

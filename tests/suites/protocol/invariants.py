@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import GrantBatch, TierCopy
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from kvmanager.contracts.block import hash_in, key_of
@@ -65,6 +66,8 @@ def check(world: World) -> None:
     link = world.link
     if link is not None and link.served is not None and world.managers[link.manager].core.is_current(link.served):
         _registered_content_is_true(world, link.served.ledger)
+        if world.scenario.frames:
+            _frames_are_true(world, link.served.ledger)
         _sources_are_held(world, link.served.ledger)
     if world.scenario.with_index:
         _index_is_true(world)
@@ -185,14 +188,40 @@ def _is_whole(world: World, group: int, pages: Items[BlockId], key: BlockHash) -
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
     """I4: a registered block is full, of a completed step, and holds what its hash says."""
     fill, blocks = world.agent._blocks.fill, ledger.state.store.blocks
+    coming = {each.block for each in _ordered_copies(world) if each.load}
     for number, key in enumerate(blocks.hash):
-        if key is None:
+        if key is None or number in coming:
             continue
         block = BlockId(number)
         pages = (block, *blocks.others.get(block, ()))
         is_whole = _is_whole(world, blocks.group[block], pages, hash_in(key))
         if fill[block] != world.scenario.block_size or not is_whole:
             raise Violation("I4", f"block {block} is registered and does not hold what its hash says")
+
+
+def _ordered_copies(world: World) -> list[TierCopy]:
+    """Return the copies between blocks and frames that the worker has still to hear of."""
+    batches = () if world.link is None else world.link.to_worker
+    return [each for batch in batches if isinstance(batch, GrantBatch) for each in batch.tier]
+
+
+def _frames_are_true(world: World, ledger: Ledger) -> None:
+    """I17: a frame holds what the manager says, once the worker has heard of it, and what the worker claims.
+
+    I18: the true parent of each hash that a frame has is in a block or in a frame.
+    """
+    device, tier = world.device, ledger.state.store.tier
+    assert tier is not None
+    for frame, claim in world.agent._frames.held.items():
+        if claim is not None and device.block_key(device.frame(frame)) != claim.hash:
+            raise Violation("I17", f"the worker claims what frame {frame} does not hold")
+    coming = {each.frame for each in (*_ordered_copies(world), *ledger.state.tier_copies) if not each.load}
+    for key, frame in tier.entries.items():
+        if frame not in coming and device.block_key(device.frame(frame)) != key:
+            raise Violation("I17", f"frame {frame} does not hold what its hash says")
+        parent = content.parent_key(key, world.scenario.block_size)
+        if parent is not None and parent not in tier.entries and parent not in ledger.state.store.cache.entries:
+            raise Violation("I18", f"frame {frame} holds a content without its parent")
 
 
 def _sources_are_held(world: World, ledger: Ledger) -> None:
@@ -223,6 +252,8 @@ def _members(world: World, ledger: Ledger) -> set[BlockHash]:
     token reads.
     """
     entries, runs = ledger.state.store.cache.entries, range(1, len(world.layers))
+    if world.scenario.frames:
+        return entries.keys() | ledger.state.store.cache.below.keys()
     return {key for key in entries if key == hash_in(key) and all(key_of(key, group) in entries for group in runs)}
 
 
@@ -256,6 +287,9 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     back = [block for block in world.dropped if ledger.state.store.blocks.hash[block] is not None]
     if back:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
+    store = ledger.state.store
+    if world.void and not world.void.isdisjoint(store.cache.entries.keys() | store.cache.below.keys()):
+        raise Violation("I11", "what a reset dropped is in a block or a frame, and nothing has computed it since")
 
 
 def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:

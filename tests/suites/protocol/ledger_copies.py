@@ -9,6 +9,7 @@ from common.contracts.clock import Clock
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.eviction.lru import LeastRecentlyUsed
+from kvmanager.cache.host_tier import HostTier
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.cache.retention import Retention
 from kvmanager.contracts.block import Blocks
@@ -48,6 +49,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         state.sequences.planned.key(),
         _partial_key(state) if state.config.grants_parts else None,
         _age_key(state) if state.config.max_wait else None,
+        _tier_key(state) if state.store.tier is not None else None,
     )
 
 
@@ -63,6 +65,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.admission = replace(old.admission, reservation=replace(reservation) if reservation else None)
     worker = old.worker
     new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
+    new.tier_copies = old.tier_copies.copy()
     return new
 
 
@@ -72,6 +75,8 @@ def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
     new.states = old.states.copy(new.blocks) if old.states is not None else None
     new.cache = _copy_cache(old.cache, new.blocks)
     new.cache.states = new.states
+    new.tier = new.cache.tier = _copy_tier(old.tier) if old.tier is not None else None
+    new.cache.below = new.tier.entries if new.tier is not None else {}
     new.eviction = _copy_order(old, new)
     # No model retains or pins blocks, so there are no marks to copy.
     new.retention = Retention(
@@ -139,6 +144,19 @@ def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
     return new
 
 
+def _copy_tier(old: HostTier) -> HostTier:
+    new = HostTier.__new__(HostTier)
+    new.frames, new.entries = _copy_blocks(old.frames), old.entries.copy()
+    new.free, new.apart = old.free.copy(), old.apart.copy()
+    if isinstance(old.order, LeastRecentlyUsed):
+        new.order = order = _copy_list(old.order)
+        order._blocks, order._entries, order._aside, order._ready, order._number = new.frames, new.entries, {}, [], 0
+        order.withheld = ()
+    else:
+        new.order = deepcopy(old.order, {id(old.frames): new.frames, id(old.entries): new.entries})
+    return new
+
+
 def _copy_queue(old: WaitingQueue) -> WaitingQueue:
     new = WaitingQueue()
     new._lines = {tenant: line.copy() for tenant, line in old._lines.items()}
@@ -179,6 +197,12 @@ def _partial_key(state: LedgerState) -> tuple[object, ...]:
         [min(now - each.started_at, each.max_len) for each in state.sequences.live.values() if each.block_table]
     )
     return (state.sequences.partial, promised and promised.sequence, until, promised and promised.is_due(now), ends)
+
+
+def _tier_key(state: LedgerState) -> tuple[object, ...]:
+    tier = state.store.tier
+    assert tier is not None
+    return tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), tuple(state.tier_copies)
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:

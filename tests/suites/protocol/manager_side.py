@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, AttachRejected, Inventory, Report
+from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import ManagerConfig
@@ -103,10 +104,12 @@ class ManagerSide(State):
         manager = self.managers[number]
         session = manager.session()
         self.resets += 1
-        self.dropped = frozenset()
+        self.dropped, self.void = frozenset(), frozenset()
         latest = self.links[-1] if self.links else None
         if session is not None and session.ready and latest is not None and latest.served is session:
             self.dropped = frozenset(session.ledger.state.store.pool.cached)
+            if self.scenario.frames:
+                self.void = self._not_in_use(session.ledger)
         manager.core.reset_cache(self.resets)
         if session is not None and session.ready:
             for link in self.links:
@@ -114,6 +117,19 @@ class ManagerSide(State):
                     self._answer(link, manager, session.ledger)
             self._publish(manager, session.ledger)  # where no link has messages any more, the order is lost
         return True
+
+    def _not_in_use(self, ledger: Ledger) -> frozenset[BlockHash]:
+        """Return the hashes in frames and cached blocks, without those that a sequence has computed or reads."""
+        store, read = ledger.state.store, set[BlockHash | None]()
+        for known in ledger.state.sequences.live.values():
+            read.update(store.blocks.hash[block] for block in known.held_blocks())
+        for each in self.agent._sequences.values():
+            read.update(self.device.block_key(block) for block in each.held_blocks())
+        reports = [message for link in self.links for message in link.to_manager if isinstance(message, Report)]
+        sealed = [*(seal for report in reports for seal in report.seal), *self.agent._report._seal]
+        read.update(key for _, key in sealed)
+        found = {store.blocks.hash[block] for block in store.pool.cached} | store.cache.below.keys()
+        return frozenset(key for key in found - read if key is not None)
 
     def _renew_epoch(self, manager: ModelManager, seen: int) -> bool:
         """Take a higher epoch, with a random jump; a manager that sees that it was replaced ends itself."""

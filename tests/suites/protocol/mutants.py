@@ -16,13 +16,18 @@ from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
 from tests.suites.protocol.mutant import Mutant
 from tests.suites.protocol.part_mutants import PART_MUTANTS
 from tests.suites.protocol.state_mutants import STATE_MUTANTS
+from tests.suites.protocol.tier_mutants import TIER_MUTANTS
 
 
 def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-MUTANTS = tuple(sorted((*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS), key=_number))
+MUTANTS = tuple(
+    sorted(
+        (*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS), key=_number
+    )
+)
 
 
 def print_table(mutants: tuple[Mutant, ...]) -> None:

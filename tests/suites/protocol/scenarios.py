@@ -65,6 +65,9 @@ ONE_TURN = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 LONGER_TURN = (ONE_TURN[0], Request((0, 1, 0, 1, 0, 1, 1, 0, 1), 1))
 """In a pool of seven pages, the second has no place beside the checkpoint of the first."""
 
+TURNS = (Request((0, 1, 0, 1, 1), 1), Request((1, 0, 0, 1, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
+"""In a pool of four blocks, the second evicts what the third has in common with the first."""
+
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
     "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
@@ -141,6 +144,11 @@ TINY: dict[str, Scenario] = {
     "parts_state_break": Scenario(
         BEGINNING, 5, groups=STATE_OF_A_PAGE, first_part=4, max_faults=1, faults={"stream_break": 1}
     ),
+    "frames": Scenario(TURNS, 4, frames=2, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "frames_break": Scenario(
+        TURNS, 4, frames=3, budget=6, max_num_seqs=1, max_faults=2, faults={"stream_break": 1, "reset": 1}
+    ),
+    "frames_pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, frames=2, budget=3),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -199,6 +207,12 @@ _CHATS = tuple(
     for n in range(10)
 )
 """Short prompts that go on from each other, and some that outrank them."""
+
+_IN_TURNS = tuple(
+    Request((*talk, *SHARED)[: 5 + 2 * (n // 4 % 3)], 1 + n % 2, priority=int(n % 7 == 6), no_cache=n % 11 == 10)
+    for n, talk in enumerate(((0, 1, 0, 0, 1), (1, 0, 0, 1, 1), (1, 1, 0, 1, 0), (0, 1, 0, 0, 1)) * 4)
+)
+"""Three talks go on in turns. A pool of six blocks has room for one of them."""
 
 _DRAFTING = tuple(replace(each, drafts=number % 3 != 1) for number, each in enumerate(_MIXED))
 
@@ -297,6 +311,12 @@ LARGE: dict[str, Scenario] = {
     "window": Scenario(_GROWING, 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
     "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),
+    "frames": Scenario(_IN_TURNS, 6, frames=12, budget=5, max_num_seqs=1, with_index=True),
+    "frames_few": Scenario(_IN_TURNS, 7, frames=3, budget=4, max_num_seqs=2, with_index=True),
+    "frames_pressed": Scenario(_IN_TURNS, 8, frames=8, budget=4, max_num_seqs=3, admissions=1),
+    "frames_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, partly=True, max_num_seqs=1),
+    "frames_parts": Scenario(_BEGINNING, 10, frames=6, budget=5, first_part=4, with_index=True),
+    "frames_mixed": Scenario(_MIXED, 8, frames=6, budget=4),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
     "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),

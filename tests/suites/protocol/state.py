@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from common.contracts.lease import Attach, AttachOk, Copy, GrantBatch, Inventory, Report
-from common.contracts.types import BlockId, FinishReason, SequenceId
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
@@ -100,6 +100,8 @@ class State:
     # Resets of the prefix cache so far, and the blocks that the last one dropped and no step has written since.
     resets: int
     dropped: frozenset[BlockId]
+    # The hashes that it dropped of frames and of blocks that no sequence had, and that no step has computed since.
+    void: frozenset[BlockHash]
     # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.
     states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.

@@ -42,14 +42,24 @@ class WorkerSide(State):
             draft_prices=NO_PRICES,
             groups=sizes.groups,
             min_partial_block=sizes.block_size if sizes.partly else MIN_PARTIAL_BLOCK,
+            host_frames=sizes.frames,
         )
         geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window, groups=sizes.groups)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
         incarnation = self.incarnation.to_bytes(16, "big")
-        attach = Attach(WORKER, incarnation, 0, 0, identity, sizes.num_blocks, max_num_seqs=sizes.max_num_seqs)
+        attach = Attach(
+            WORKER,
+            incarnation,
+            0,
+            0,
+            identity,
+            sizes.num_blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            host_frames=sizes.frames,
+        )
         self.worker = LeaseSession(LeaseAgent(config), attach)
-        self.device = Device(sizes.num_blocks, sizes.block_size)
-        self.dropped = frozenset()
+        self.device = Device(sizes.num_blocks, sizes.block_size, sizes.frames)
+        self.dropped, self.void = frozenset(), frozenset()
         self.states: dict[SequenceId, int] = {}
         self.paths: dict[SequenceId, list[int]] = {}
         self.request_of: dict[SequenceId, int] = {}
@@ -166,6 +176,8 @@ class WorkerSide(State):
                 raise Violation("I4", f"a step writes page {page} of sealed block {block}, or of none")
             self.device.slots[page][offset] = content.as_part(node, part)
             self.dropped -= {page}
+        if self.void and offset == self.scenario.block_size - 1:
+            self.void -= {content.key(node, self.scenario.block_size)}
 
     def _read_slot(self, row: ScheduledRow, layers: Layers, table: Items[BlockId], position: int, node: int) -> None:
         place, offset = divmod(position, self.scenario.block_size)
@@ -235,6 +247,7 @@ class WorkerSide(State):
     def connect(self, manager: int) -> bool:
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
+        inventory = replace(inventory, frames=tuple(replace(each, last_used=0) for each in inventory.frames))
         self._check_groups(inventory.block_groups, inventory.block_pages, *(each.runs for each in inventory.sequences))
         opened = (attach, _without_times(inventory))
         self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
@@ -256,7 +269,13 @@ class WorkerSide(State):
             self._check_groups(admit.runs, admit.pages)
         applied = self.worker.receive(link.session, message)
         if applied is not None:
-            for each in message.copy:  # the next plan carries them: nothing stands between on the stream
+            for move in message.tier:  # the next plan carries all copies: nothing stands between on the stream
+                source, target = BlockId(self.device.frame(move.frame)), move.block
+                if not move.load:
+                    source, target = target, source
+                self.device.copy_block(source, target)
+                self.dropped -= {move.block} if move.load else set()
+            for each in message.copy:
                 self.device.copy_block(each.src, each.dst)
                 self.dropped -= {each.dst}
             for admit in applied.admitted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Attach, Copy, Inventory, Report
-from common.contracts.types import BlockId, FinishReason, SequenceId
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.ledger.registry import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
@@ -35,6 +35,7 @@ class World(WorkerSide, ManagerSide):
         self.now = CLOCK.now = 0.0
         self.generations = self.jumps = self.resets = 0
         self.dropped: frozenset[BlockId] = frozenset()
+        self.void: frozenset[BlockHash] = frozenset()
         self.incarnation = 0
         self.links: list[Link] = []
         self.managers: list[ModelManager] = []
@@ -201,7 +202,7 @@ class World(WorkerSide, ManagerSide):
             tuple([self._link_key(link) for link in self.links]),
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
-            (self.resets, self.dropped),
+            (self.resets, self.dropped, self.void),
         )
 
     def _worker_key(self) -> tuple[object, ...]:

@@ -266,6 +266,7 @@ class Attach(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    HOST_FRAMES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     """16 random bytes, new at each start. They are a secret between worker and manager: they prove that an attach comes
@@ -281,6 +282,8 @@ class Attach(_message.Message):
     """Sequences that may hold blocks at once."""
     reset: _builtins.int
     """The id of the last reset of the prefix cache that this life of the worker carried out; 0: none."""
+    host_frames: _builtins.int
+    """Blocks that the worker can keep in host memory, beside those of its pool."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     def __init__(
@@ -295,10 +298,11 @@ class Attach(_message.Message):
         prefix_caching: _builtins.bool = ...,
         max_num_seqs: _builtins.int = ...,
         reset: _builtins.int = ...,
+        host_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch_seen", b"epoch_seen", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch_seen", b"epoch_seen", "host_frames", b"host_frames", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +325,11 @@ class Inventory(_message.Message):
     CACHED_DEPTHS_FIELD_NUMBER: _builtins.int
     BLOCK_GROUPS_FIELD_NUMBER: _builtins.int
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    FRAME_HASHES_FIELD_NUMBER: _builtins.int
+    FRAME_PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    FRAME_DEPTHS_FIELD_NUMBER: _builtins.int
+    FRAME_LAST_USED_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -341,6 +350,14 @@ class Inventory(_message.Message):
     as a block of the group has, the id first.
     """
     block_pages: _builtins.bytes
+    frames: _builtins.bytes
+    """What frames of the host tier hold. Parallel arrays: frame, hash, the hash of the block before it (any bytes for the
+    first block of a prompt), its number in the prompt, and the step of the last use.
+    """
+    frame_hashes: _builtins.bytes
+    frame_parent_hashes: _builtins.bytes
+    frame_depths: _builtins.bytes
+    frame_last_used: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -357,10 +374,15 @@ class Inventory(_message.Message):
         cached_depths: _builtins.bytes = ...,
         block_groups: _builtins.bytes = ...,
         block_pages: _builtins.bytes = ...,
+        frames: _builtins.bytes = ...,
+        frame_hashes: _builtins.bytes = ...,
+        frame_parent_hashes: _builtins.bytes = ...,
+        frame_depths: _builtins.bytes = ...,
+        frame_last_used: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,7 +746,7 @@ Global___IdentityDifference: _TypeAlias = IdentityDifference  # noqa: Y015
 
 @_typing.final
 class GrantBatch(_message.Message):
-    """Columns are applied in the order: lease_target, copy, admit, lease, reset, preempt, cancel."""
+    """Columns are applied in the order: lease_target, tier, copy, admit, lease, reset, preempt, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -738,6 +760,9 @@ class GrantBatch(_message.Message):
     PREEMPT_DECISION_IDS_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIER_FRAMES_FIELD_NUMBER: _builtins.int
+    TIER_LOADS_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -748,8 +773,14 @@ class GrantBatch(_message.Message):
     cancel: _builtins.bytes
     reset: _builtins.int
     """The id of a reset of the prefix cache; 0: none. The worker claims no more what blocks hold that no block table has,
-    and confirms that in its next report.
+    and confirms that in its next report. Nor does it claim what frames of the host tier hold.
     """
+    tier_blocks: _builtins.bytes
+    """Copies between blocks and frames of the host tier, in list order: int32 arrays, and a byte each, which is 1 where the
+    frame is loaded into the block. A loaded block is one that an admission shares.
+    """
+    tier_frames: _builtins.bytes
+    tier_loads: _builtins.bytes
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
@@ -767,10 +798,13 @@ class GrantBatch(_message.Message):
         preempt_decision_ids: _abc.Iterable[_builtins.str] | None = ...,
         cancel: _builtins.bytes = ...,
         reset: _builtins.int = ...,
+        tier_blocks: _builtins.bytes = ...,
+        tier_frames: _builtins.bytes = ...,
+        tier_loads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,189 @@
+"""The frames of a worker's host memory: what cached blocks held that were evicted, and is copied back in place of work.
+
+A block's content goes into a frame when the block is evicted, and stays there while a copy of it is in a block again:
+
+    cached --evicted--> stored into a frame        a frame --loaded--> in use, and the frame keeps its content
+
+The worker copies in the order in which it was told, before the rows of its next step. So a frame holds its content from
+the order on, for everything that is ordered later.
+
+Blocks and frames are one forest: the parent of a hash that a frame has is in a block or in a frame. Blocks alone are
+closed under prefixes, so a prompt's hits are a run of blocks and a run of frames behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import CachedBlocks
+from common.contracts.types import BlockHash, FrameId
+from kvmanager.cache.block_pool import FreeBlocks
+from kvmanager.cache.eviction.choice import order_of
+from kvmanager.cache.eviction.interface import NO_MARK
+from kvmanager.cache.eviction.restored import order_after_rebuild
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
+from kvmanager.contracts.ledger_config import EvictionName
+
+
+class Taken(NamedTuple):
+    """A frame for a content, and the hash and depth of what it held; an empty hash: it was free."""
+
+    frame: FrameId
+    dropped: BlockHash
+    depth: int
+
+
+class HostTier:
+    """Frames by what they hold. Its columns are those of blocks: a frame is free, cached, or in use by a grant."""
+
+    __slots__ = ("apart", "entries", "frames", "free", "order")
+
+    def __init__(self, num_frames: int, eviction: EvictionName) -> None:
+        self.frames = Blocks(num_frames)
+        self.entries: dict[BlockHash, FrameId] = {}
+        self.order = order_of(eviction, self.frames, self.entries)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what all frames hold."""
+        self.order.empty()
+        self.frames.clear()
+        self.entries.clear()
+        self.free = FreeBlocks(map(FrameId, range(len(self.frames))))
+        # How many frames hold children of a hash that no frame has.
+        self.apart: dict[BlockHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> list[FrameId]:
+        """Return the frames of the longest run of block_hashes[first:end] from its begin on."""
+        frames, run = self.frames, list[FrameId]()
+        parent = block_hashes[first - 1] if first else ROOT
+        for depth in range(first, end):
+            frame = self.entries.get(block_hashes[depth])
+            if frame is None or frames.index[frame] != depth or frames.parent[frame] != parent:
+                break
+            run.append(frame)
+            parent = block_hashes[depth]
+        return run
+
+    # ------------------------------------------------------------ stores
+
+    def take_frame(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
+        """Give a content that no frame has a frame, if need be that of the least worth; None: a grant uses them all."""
+        frames, dropped, at = self.frames, ROOT, 0
+        if self.free:
+            frame = self.free.popleft()
+        elif self.order.can_pop():
+            frame = self.order.pop_block()
+            at = frames.index[frame]
+            dropped = self._forget(frame)
+        else:
+            return None
+        self._enter(frame, block_hash, parent, depth)
+        self.order.note_registered(frame, self.entries.get(parent), NO_MARK)
+        self.order.add_block(frame)
+        return Taken(frame, dropped, at)
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Count the frame of a content, if there is one, as released now: its block was evicted."""
+        frame = self.entries.get(block_hash)
+        if frame is not None and self.frames.state[frame] is CACHED:
+            self.order.discard_block(frame)
+            self.order.add_block(frame)
+
+    def _enter(self, frame: FrameId, block_hash: BlockHash, parent: BlockHash, depth: int) -> None:
+        frames = self.frames
+        frames.hash[frame], frames.parent[frame], frames.index[frame] = block_hash, parent, depth
+        frames.state[frame], frames.children[frame] = CACHED, self.apart.pop(block_hash, 0)
+        self.entries[block_hash] = frame
+        if parent:
+            self._count_child(parent, 1)
+
+    def _forget(self, frame: FrameId) -> BlockHash:
+        frames = self.frames
+        block_hash, parent = frames.hash[frame], frames.parent[frame]
+        assert block_hash is not None and parent is not None
+        frames.hash[frame] = None
+        del self.entries[block_hash]
+        if frames.children[frame]:
+            self.apart[block_hash], frames.children[frame] = frames.children[frame], 0
+        if parent:
+            self._count_child(parent, -1)
+        return block_hash
+
+    def _count_child(self, parent: BlockHash, by: int) -> None:
+        above = self.entries.get(parent)
+        if above is not None:
+            self.frames.children[above] += by
+        elif count := self.apart.get(parent, 0) + by:
+            self.apart[parent] = count
+        else:
+            del self.apart[parent]
+
+    # ------------------------------------------------------------ loads
+
+    def hold(self, frames: Iterable[FrameId]) -> None:
+        """Keep frames that a grant loads, while it evicts blocks."""
+        for frame in frames:
+            self.order.reuse_block(frame)
+            self.frames.state[frame] = IN_USE
+
+    def release(self, frames: Items[FrameId]) -> None:
+        """Give back the frames of a run: their loads are ordered."""
+        for frame in reversed(frames):
+            self.frames.state[frame] = CACHED
+            self.order.add_block(frame)
+
+    # ------------------------------------------------------------ rebuilds
+
+    def restore(self, claims: CachedBlocks, blocks: Blocks, entries: dict[BlockHash, FrameId]) -> Iterator[None]:
+        """Take over what a worker's frames hold, behind parents that blocks or frames have; others stay free.
+
+        `blocks` and `entries` are those of the prefix cache. Raises ProtocolViolation for a frame that there is not, or
+        that stands twice.
+        """
+        frames, named, levels = self.frames, set[FrameId](), dict[int, list[FrameId]]()
+        last_used = [0] * len(frames)
+        rows = zip(claims.blocks, claims.hashes, claims.parent_hashes, claims.depths, claims.last_used, strict=True)
+        for number, (frame, block_hash, before, depth, used) in enumerate(sorted(rows, key=lambda row: row[3])):
+            if not 0 <= frame < len(frames) or frame in named:
+                raise ProtocolViolation(f"frame {frame} stands twice in the inventory, or is none of {len(frames)}")
+            named.add(frame)
+            parent = before if depth else ROOT
+            if self._fits(block_hash, parent, depth, blocks, entries):
+                self._enter(frame, block_hash, parent, depth)
+                levels.setdefault(depth, []).append(frame)
+                last_used[frame] = used
+            if number % _AT_ONCE == 0:
+                yield
+        for part in order_after_rebuild(
+            (levels[depth] for depth in sorted(levels, reverse=True)), last_used.__getitem__
+        ):
+            self.order.restore_blocks(part)
+            yield
+        self.free = FreeBlocks([frame for frame in self.free if frames.state[frame] is FREE])
+
+    def _fits(
+        self, block_hash: BlockHash, parent: BlockHash, depth: int, blocks: Blocks, entries: dict[BlockHash, FrameId]
+    ) -> bool:
+        """Return whether a content has its parent before it, and no other content its hash."""
+        if block_hash in self.entries:
+            return False
+        same = entries.get(block_hash)
+        if same is not None and (blocks.index[same], blocks.parent[same]) != (depth, parent):
+            return False
+        if not parent:
+            return True
+        above, at = entries.get(parent), self.entries.get(parent)
+        return (above is not None and blocks.index[above] == depth - 1) or (
+            at is not None and self.frames.index[at] == depth - 1
+        )
+
+
+_AT_ONCE = 1 << 13
+"""Claims of one step of a rebuild."""
