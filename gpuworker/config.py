@@ -126,6 +126,12 @@ class EngineSettings(Settings):
         description="size of a worker's KV pool in bytes, such as 4GiB; unset, and without --kv-blocks: on a CPU 1 GiB "
         "or a quarter of the free memory, whichever is less",
     )
+    host_memory: Bytes | None = Field(
+        None,
+        description="memory of the host, such as 8GiB, that keeps blocks which leave the KV pool. They are copied back "
+        "in place of being computed, for prefixes of later requests and after preemptions. For models whose layers all "
+        "attend to every token; unset: none",
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
@@ -178,6 +184,9 @@ class EngineSettings(Settings):
         if self.speculative == "ngram" and self.draft_model is not None:
             what = f"is {self.draft_model}, and --speculative ngram guesses without one; leave out one of them"
             yield FieldViolation("--draft-model", what)
+        if self.host_memory is not None and not self.prefix_caching:
+            what = "keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them"
+            yield FieldViolation("--host-memory", what)
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if sequences is not None and tokens < sequences:
             what = f"is {tokens}, and a step has up to {sequences} sequences with a token each"

@@ -124,7 +124,9 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         description="blocks that one worker may have; a ledger takes about 630 bytes for each, and some 400 for "
         "each of up to four times as many that it evicted",
     )
-    max_blocks: Count = Field(DEFAULTS.max_blocks, description="blocks that all workers may have together")
+    max_blocks: Count = Field(
+        DEFAULTS.max_blocks, description="blocks that all workers may have together, those in host memory included"
+    )
     max_inventory_bytes: Bytes = Field(128 << 20, description="size of the inventory of a worker that attaches")
     max_inventory_messages: Count = Field(4096, description="messages that may carry an inventory")
     attach_timeout: Seconds = Field(

@@ -86,6 +86,8 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "gpu_memory_utilization": "--mem-fraction-static --cuda-memory-fraction --gpu-mem-util --gpu-memory-fraction "
     "--kv-cache-free-gpu-memory-fraction",
     "kv_memory": "--kv-cache-memory-bytes --kv-cache-memory --max-batch-total-tokens --max-kv-size -cram --cache-ram",
+    "host_memory": "--swap-space --kv-offloading-size --hicache-size --hicache-ratio --kv-host-cache-bytes "
+    "--host-cache-size --cache-max-entry-count-host",
     "kv_blocks": "--num-gpu-blocks-override --num-gpu-blocks",
     "kv_cache_dtype": "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-type",
     "block_size": "--page-size --tokens-per-block",
@@ -121,7 +123,7 @@ _ABSENT: Final[Mapping[str, str]] = {
     "prefixes are always shared; --no-prefix-caching turns that off": "--enable-prefix-caching --cache-prompt",
     "prompts are always cut into chunks; --max-num-batched-tokens bounds a step": "--enable-chunked-prefill",
     "requests always join the running batch": "-cb --cont-batching --waiting-served-ratio --schedule-policy",
-    "a preempted sequence is computed again, and nothing is moved to the host": "--swap-space --cpu-offload-gb",
+    "weights stay on the device; --host-memory keeps K and V that leave it": "--cpu-offload-gb",
     "--draft-model names a draft model, and --speculative what guesses": "--speculative-config --speculate",
     "drafts are as many as pay": "--num-speculative-tokens --draft-max --speculative-num-steps",
     "Quire serves no adapters": "--enable-lora --lora-modules --lora-adapters --lora-paths --lora --max-loras",

@@ -137,11 +137,12 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
 
 @dataclass(frozen=True, slots=True)
 class InventoryBounds:
-    """How much an inventory may have: chunks, bytes of them, blocks of the worker, sequences."""
+    """How much an inventory may have: chunks, bytes of them, blocks of the worker and of its host memory, sequences."""
 
     messages: int = 4096
     bytes: int = 128 << 20
     blocks: int = 1 << 20
+    frames: int = 0
     sequences: int = MAX_WORKER_SEQUENCES
 
 
@@ -179,7 +180,7 @@ class InventoryAssembler:
                 (
                     f"entries of {name}",
                     len(columns[name]) + len(getattr(chunk, name)) // column.width,
-                    bounds.blocks,
+                    bounds.frames if name.startswith("frame") else bounds.blocks,
                     "",
                 )
                 for name, column in _PACKED_FIELDS.items()

@@ -23,6 +23,7 @@ from gpuworker.memory.layout import (
 
 TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
 _SCALE_BYTES = 4
+_LINE_BYTES = 64
 _CONTEXTS, _CONTEXTS_OF_GROUPS = (1024, 4096, 16384), (1024, 8192, 65536)
 # Rows of logits that score prompts in one step: more would cost memory, fewer would make many small steps.
 _LEAST_SCORED, _MOST_SCORED, _SCORED_BYTES = 16, 256, 64 << 20
@@ -45,6 +46,20 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
     if geometry.groups:
         return _bytes_of_pool(Pool(page_layout(geometry).lanes, ()), block_size)
     return sum(_bytes_of_pool(pool, block_size) for pool in pools_of(geometry))
+
+
+def frame_bytes(geometry: KvGeometry, block_size: int) -> int:
+    """Return the bytes of a frame of host memory: those of a block, in whole lines of a processor's cache."""
+    return -(-bytes_per_block(geometry, block_size) // _LINE_BYTES) * _LINE_BYTES
+
+
+def why_no_frames(geometry: KvGeometry, keeps_states: bool) -> str:
+    """Return why host memory cannot keep a model's blocks; empty where it can."""
+    if keeps_states:
+        return "the model's layers keep states, and host memory keeps K and V of tokens alone"
+    if geometry.groups or geometry.window:
+        return "layers of the model attend within windows, and host memory keeps blocks that all layers read alike"
+    return "" if geometry.num_layers or geometry.shapes else "no layer attends, so there are no K and V to keep"
 
 
 def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:
@@ -96,6 +111,8 @@ class BytePlan:
     state_bytes: int = 0  # of one sequence, for layers that keep a state in place of K and V
     drafted_states: int = 0  # of a step: each draft has states of its own
     groups: tuple[KvGroup, ...] = ()  # where there are some, blocks above are pages
+    host_frames: int = 0
+    frame_bytes: int = 0  # of host memory: blocks, and gaps between their parts
 
     @property
     def kv(self) -> int:
@@ -107,9 +124,15 @@ class BytePlan:
         return (self.max_num_seqs + self.drafted_states) * self.state_bytes
 
     @property
+    def host(self) -> int:
+        """Bytes of the host tier; on a CPU they are of the same memory as all others."""
+        return self.host_frames * self.frame_bytes
+
+    @property
     def left(self) -> int:
         """Bytes that nothing of the plan uses."""
-        return self.free - self.activations - self.graphs - self.token_table - self.states - self.kv
+        left = self.free - self.activations - self.graphs - self.token_table - self.states - self.kv
+        return left - self.host if self.device == "cpu" else left
 
     def sequences_of(self, tokens: int) -> int:
         """Return how many sequences of this many tokens fit at once."""
@@ -174,6 +197,10 @@ class BytePlan:
         tokens = round(self.state_bytes * self.block_size / (pages * self.block_bytes))
         return f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
 
+    def _of_frames(self) -> str:
+        where = "" if self.device == "cpu" else ", beside the memory of the device"
+        return f"{self.host_frames} more blocks that left the KV cache{where}"
+
     def _of_states(self) -> str:
         kept = f"{self.max_num_seqs} sequences" + (f" and {self.drafted_states} drafts" if self.drafted_states else "")
         if state_group(self.groups):
@@ -199,6 +226,7 @@ class BytePlan:
             f"  KV cache     {in_words(self.kv):>10}  {self.num_blocks} {unit} of {self.block_size} slots {kept}",
             *self._of_groups(),
             *self._of_checkpoints(),
+            *([f"  host memory  {in_words(self.host):>10}  {self._of_frames()}"] if self.host_frames else []),
             *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",

@@ -14,13 +14,17 @@ import math
 import mmap
 from collections.abc import Sequence
 from copy import copy as copied
+from typing import TYPE_CHECKING
 
 import torch
 
-from common.contracts.lease import Copy
+from common.contracts.lease import Copy, TierCopy
 from common.contracts.types import KvGeometry
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
 from gpuworker.memory.layout import IndexKey, page_layout, pools_of
+
+if TYPE_CHECKING:
+    from gpuworker.memory.host_frames import HostFrames
 
 
 class KvCache:
@@ -31,6 +35,7 @@ class KvCache:
     kv_head, block_size] float32 are None unless the cache is quantised. Where layers differ, `parts` has a cache for
     each shape, in the order of `pools_of`; `keys` and `values` are theirs alone. Where layers are groups, `lanes` is
     the cache of all pages, and `parts` are the same memory, seen with each shape. Without layers there is nothing.
+    `frames` are those of host memory, where a worker gives it some.
     """
 
     keys: torch.Tensor
@@ -49,6 +54,7 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.frames: HostFrames | None = None
         self.parts: tuple[KvCache, ...] = ()
         self.lanes: KvCache | None = None
         self.key_scales: torch.Tensor | None = None
@@ -104,20 +110,31 @@ class KvCache:
         )
         return seen
 
-    def copy_blocks(self, copies: Sequence[Copy]) -> None:
+    def copy_blocks(self, copies: Sequence[Copy | TierCopy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
         pools = self.pools
         for copy in copies:
+            if isinstance(copy, TierCopy):
+                assert self.frames is not None, "a worker without host memory is told of no frames"
+                self.frames.copy(copy)
+                continue
             for pool in pools:
                 pool[:, copy.dst].copy_(pool[:, copy.src])
 
 
 def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of zeros; on CPU in pages that are not there yet (`torch.zeros` would write them all)."""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
+    return unwritten((math.prod(shape) * dtype.itemsize,)).view(dtype).view(shape)
+
+
+def unwritten(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zero bytes of this machine in pages that the system maps at their first write."""
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(shape, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)

@@ -24,6 +24,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
+from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import pools_of, state_group
 from gpuworker.models.bit_equality import refuse_unequal_bits
@@ -251,6 +252,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     if isinstance(model, LlamaCpuModel) and pooling is None:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
     cache = allocated_cache(geometry, memory, device)
+    cache.frames = _allocated_frames(cache, memory)
     _reserve_states(model, memory)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory, settings.tokenizer)
@@ -287,6 +289,18 @@ def allocated_cache(geometry: KvGeometry, memory: BytePlan, device: torch.device
         first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
         what = f"{in_words(memory.kv)} for the KV cache cannot be had on {device}: {first}; ask for less"
         raise InvalidConfig(FieldViolation("--kv-memory", what)) from error
+
+
+def _allocated_frames(cache: KvCache, memory: BytePlan) -> HostFrames | None:
+    """Return the frames of the host tier; None without one. Raises InvalidConfig when memory cannot be had."""
+    if not memory.host_frames:
+        return None
+    try:
+        return HostFrames(cache, memory.host_frames)
+    except (MemoryError, OSError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+        what = f"{in_words(memory.host)} of the host's memory cannot be had: {first}; ask for less"
+        raise InvalidConfig(FieldViolation("--host-memory", what)) from error
 
 
 def _reserve_states(model: TransformersModel | LlamaModel, memory: BytePlan) -> None:
@@ -430,4 +444,5 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Poo
         cuda_graphs=settings.cuda_graphs and pooling is None,
         drafts=_drafts(settings),
         pooled_tokens=pooled,
+        host_memory=settings.host_memory or 0,
     )

@@ -71,6 +71,11 @@ class DataPlane:
         return self.settings.prefix_caching and not every and not self.keeps_states
 
     @property
+    def host_frames(self) -> int:
+        """The blocks that host memory keeps beside the pool; none where no prompt begins with cached blocks."""
+        return self.memory.host_frames if self.prefix_caching else 0
+
+    @property
     def keeps_states(self) -> bool:
         """Whether layers of the model keep a state in place of K and V, and it is in no checkpoint."""
         return False
@@ -112,6 +117,7 @@ class DataPlane:
             max_scored_tokens=max_scored_tokens(self.facts.vocab_size),
             new_drafter=self.new_drafter,
             draft_model=self.draft_model,
+            host_frames=self.host_frames,
         )
 
     def attach(self, worker_id: str, address: str) -> Attach:
@@ -126,6 +132,7 @@ class DataPlane:
             address=address,
             prefix_caching=self.prefix_caching,
             max_num_seqs=self.max_num_seqs,
+            host_frames=self.host_frames,
         )
 
     def start_lines(self) -> list[str]:

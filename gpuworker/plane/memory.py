@@ -16,19 +16,23 @@ import psutil
 import torch
 
 from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGeometry
 from gpuworker.attention.index_keys import MAX_INDEX_SCORES
 from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.attention.whole_prompts import WHOLE_PROMPTS_BLOCK
+from gpuworker.memory import host_memory
 from gpuworker.memory.byte_plan import (
     GIB,
     NO_KV_MEMORY,
     BytePlan,
     blocks_without_kv,
     bytes_per_block,
+    frame_bytes,
     in_words,
     longest_sequence,
     max_scored_tokens,
+    why_no_frames,
 )
 from gpuworker.memory.devices import free_bytes, total_bytes
 from gpuworker.memory.layout import SCALED, numbers_a_layer, page_layout, pools_of
@@ -65,6 +69,7 @@ class MemoryOptions:
     drafts: int = 0  # of a step at most, each with a row of logits, and with states where layers keep some
     pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
     usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
+    host_memory: int = 0  # bytes that keep blocks which leave the pool
 
 
 def plan_memory(
@@ -89,7 +94,10 @@ def plan_memory(
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     state = 0 if model.states is None else model.states.bytes_a_sequence
+    frames, frame = _host_frames(model, geometry, options)
     room = _room(device, free, options) - activations - graphs - table - (seqs + options.drafts) * state
+    if device.type == "cpu":
+        room -= frames * frame
     num_blocks = _num_blocks(device, room, block, sized)
     if options.kv_blocks is None:
         num_blocks = min(num_blocks, _MOST // (options.block_size * _shares(geometry)))
@@ -112,6 +120,8 @@ def plan_memory(
         state_bytes=state,
         drafted_states=options.drafts if state else 0,
         groups=geometry.groups,
+        host_frames=frames,
+        frame_bytes=frame,
     )
     _refuse_too_many_states(plan, room)
     _refuse_too_small(plan, room, options)
@@ -160,7 +170,27 @@ def plan_draft(
         state_bytes=0,
         drafted_states=0,
         groups=(),
+        host_frames=0,
     )
+
+
+def _host_frames(
+    model: TransformersModel | LlamaModel, geometry: KvGeometry, options: MemoryOptions
+) -> tuple[int, int]:
+    """Return the frames of host memory, and the bytes of each. Raises InvalidConfig where it keeps nothing."""
+    if not options.host_memory:
+        return 0, 0
+    if why := why_no_frames(geometry, model.states is not None):
+        raise InvalidConfig(FieldViolation("--host-memory", f"{why}; leave it out"))
+    frame, there = frame_bytes(geometry, options.block_size), host_memory.available_bytes()
+    if options.host_memory > there:
+        what = f"is {in_words(options.host_memory)}, and {in_words(there)} of the host's memory are free; ask for less"
+        raise InvalidConfig(FieldViolation("--host-memory", what))
+    frames = min(options.host_memory // frame, MAX_WORKER_BLOCKS)
+    if not frames:
+        what = f"is {in_words(options.host_memory)}, and a block takes {in_words(frame)}; ask for more"
+        raise InvalidConfig(FieldViolation("--host-memory", what))
+    return frames, frame
 
 
 def _weights(model: TransformersModel | LlamaModel) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,10 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
+from common.contracts.lease import Copy, TierCopy
 from gpuworker.attention.native_backend import CacheStruct, StepStruct, cache_struct
 from gpuworker.attention.native_parts import NativeParts
+from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import state_group
 from gpuworker.memory.state_store import StateStore
@@ -137,11 +140,13 @@ class NativeExecutor:
         store: StateStore | None = None,
     ) -> None:
         """`store` copies states into pages, where the cache has checkpoints of them."""
+        self._frames = cache.frames
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
         self._threads, self._pools = threads, _pools_of(cache)
         self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
+        self._copied = 0.0  # seconds of the copies ahead of the next step that is collected
         self._collector = SerialThread("quire-collector", _single_threaded)
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
@@ -154,11 +159,25 @@ class NativeExecutor:
             number = 0 if described is None else self._queue.put(self._call, ctypes.addressof(described.whole))
             self._collector.put(lambda: self._refuse(step, number, described))
             return
+        if self._frames is not None and step.copies:
+            self._copy_ahead(self._frames, step.copies)
+            step = replace(step, copies=())
         described = self._described(step)
         if self._checkpoints is not None:
             described.move(self._checkpoints.before(step), self._checkpoints.behind(step))
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
         self._collector.put(lambda: self._collect(number, step, described))
+
+    def _copy_ahead(self, frames: HostFrames, copies: Sequence[Copy | TierCopy]) -> None:
+        """Queue the copies of a step before it: those of one call are made side by side."""
+        for moves in frames.rounds(copies):
+            described = self._only(moves)
+            number = self._queue.put(self._call, ctypes.addressof(described.whole))
+            self._collector.put(partial(self._wait_for, number, described))
+
+    def _wait_for(self, number: int, _: _Described) -> None:
+        """Wait for copies ahead of a step; their memory stays until then."""
+        self._copied += self._queue.wait(number)[1].took
 
     def close(self) -> None:
         self._collector.close()  # it waits for all queued steps
@@ -167,9 +186,13 @@ class NativeExecutor:
     def _clear(self, step: RunnerStep) -> _Described:
         """Describe what is left of a step behind one that failed: later ones rely on pages that were cleared."""
         assert self._checkpoints is not None, "no page held states"
+        return self._only(self._checkpoints.clears(step))
+
+    def _only(self, moves: _Moves) -> _Described:
+        """Describe a step that moves bytes and does nothing else."""
         whole = WholeStep(threads=self._threads)
         described = _Described(whole, np.empty((0, 2), dtype=np.int32))
-        described.move(self._checkpoints.clears(step), _NO_MOVES)
+        described.move(moves, _NO_MOVES)
         return described
 
     def _described(self, step: RunnerStep) -> _Described:
@@ -185,7 +208,8 @@ class NativeExecutor:
         return made
 
     def _describe(self, step: RunnerStep) -> _Described:
-        copies = np.array([(copy.src, copy.dst) for copy in step.copies], dtype=np.int32).reshape(-1, 2)
+        pairs = [(copy.src, copy.dst) for copy in step.copies if isinstance(copy, Copy)]
+        copies = np.array(pairs, dtype=np.int32).reshape(-1, 2)
         whole = WholeStep(
             copies=copies.ctypes.data,
             pools=self._pools,
@@ -234,6 +258,7 @@ class NativeExecutor:
     def _collect(self, number: int, step: RunnerStep, described: _Described) -> None:
         """Wait for a step and report its tokens; its memory is freed with `described`."""
         status, times = self._queue.wait(number)
+        copied, self._copied = self._copied, 0.0
         if self.spent is not None:
             forward = sum(described.run.spent) if described.run is not None else 0.0
             self.spent.append(StepTimes(times.idle_before, times.took, forward))
@@ -244,13 +269,13 @@ class NativeExecutor:
             what = f"the step has a {Refusal(status).name.lower()} that the {who} does not know"
             self._failures.fail(step, EngineFailure(what))
         else:
-            self._tell(step, described, times.took)
+            self._tell(step, described, times.took, copied)
 
-    def _tell(self, step: RunnerStep, described: _Described, took: float) -> None:
+    def _tell(self, step: RunnerStep, described: _Described, took: float, copied: float) -> None:
         try:
             if described.run is not None:
                 self._model.add_up(described.run)
-            step.report(_results(step, described), took, at_once=True)
+            step.report(_results(step, described), took, at_once=True, copy_seconds=copied)
         except BaseException as error:  # the future of the step must end, whatever the error is
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)

@@ -1,6 +1,7 @@
 """The cost model of a simulated step, and its notation in `--simulate`.
 
 seconds of a step = base + decode · (rows that sample a token) + prefill · (positions beyond one for each such row)
+                  + frame · (blocks copied to host memory or back)
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ class StepCosts:
     base: float = 0.0
     decode: float = 0.0
     prefill: float = 0.0
+    frame: float = 0.0
 
-    def of(self, decodes: int, prefilled: int) -> float:
-        """Return the seconds of a step with this many rows that sample, and positions beyond those."""
-        return self.base + self.decode * decodes + self.prefill * prefilled
+    def of(self, decodes: int, prefilled: int, frames: int = 0) -> float:
+        """Return the seconds of a step with so many rows that sample, positions beyond those, and copies of frames."""
+        return self.base + self.decode * decodes + self.prefill * prefilled + self.frame * frames
 
 
 def parse_costs(text: str) -> StepCosts:
@@ -36,5 +38,5 @@ def parse_costs(text: str) -> StepCosts:
     known = {each.name for each in fields(StepCosts)}
     found = {term[1]: float(term[2]) / _UNITS_PER_SECOND[term[3]] for term in terms if term is not None}
     if None in terms or not found.keys() <= known or len(found) < len(terms):
-        raise ValueError(f"expected terms of {DEFAULT_COSTS}, each at most once, in us, ms or s")
+        raise ValueError(f"expected terms of {DEFAULT_COSTS},frame=0us, each at most once, in us, ms or s")
     return StepCosts(**found)

@@ -1,11 +1,12 @@
-"""What the memory of a simulated worker holds where layers keep states: what was read there last, in 32 bits a page.
+"""What the memory of a simulated worker holds where blocks move or layers keep states, in 32 bits a page.
 
 A state is the CRC of all tokens that it has read. It lies at its sequence, and in each page of a checkpoint:
 
     tokens  a b c d e f g   block size 4      state behind f: crc(abcdef)
     pages   K and V of a b c d: crc(abcd)     a checkpoint behind d, of two pages: crc(abcd), crc(abcd)
 
-A row that goes on with another state, or reads a block that holds other tokens, is wrong from there on.
+A frame of host memory holds what the block held that was copied into it. A row that goes on with another state, or
+reads a block that holds other tokens, is wrong from there on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from common.contracts.lease import unread_blocks
-from common.contracts.types import BlockId, KvGroup, SequenceId
-from gpuworker.memory.layout import attending_groups
+from common.contracts.lease import Copy, TierCopy, unread_blocks
+from common.contracts.types import BlockId, FrameId, KvGroup, KvGroupKind, SequenceId
+from gpuworker.memory.layout import attending_groups, state_group
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
+_ONE_GROUP = (KvGroup(KvGroupKind.FULL, 0, 1, ()),)
 _NOTHING = -1  # what a place holds before its sequence's first row
 
 
@@ -53,8 +55,11 @@ class SimulatedMemory:
     """Follows what steps write and read. The engine's thread calls it, once a step, in the order of the steps."""
 
     def __init__(self, groups: Sequence[KvGroup], block_size: int) -> None:
-        self._groups, self._block_size = attending_groups(groups), block_size
+        # Where the pool has no groups, each block is a page that all layers read.
+        self._groups, self._block_size = attending_groups(groups) if groups else _ONE_GROUP, block_size
+        self._keeps_states = state_group(groups) is not None
         self._states = len(self._groups)
+        self._frames: dict[FrameId, _Content | None] = {}
         self._state_pages = groups[-1].pages if groups else 0
         self._pages: dict[BlockId, _Content] = {}
         self._read: dict[SequenceId, _Read] = {}
@@ -64,6 +69,21 @@ class SimulatedMemory:
 
     def remove(self, sequence: SequenceId) -> None:
         self._read.pop(sequence, None)
+
+    def copy(self, copies: Sequence[Copy | TierCopy]) -> None:
+        """Copy blocks into frames and frames into blocks, in list order.
+
+        A part of a block is filled up by its sequence, which then writes what the block holds.
+        """
+        for each in copies:
+            if isinstance(each, Copy):
+                self._pages.pop(each.dst, None)
+            elif not each.load:
+                self._frames[each.frame] = self._pages.get(each.block)
+            elif (held := self._frames.get(each.frame)) is not None:
+                self._pages[each.block] = held
+            else:
+                self._pages.pop(each.block, None)
 
     def load(self, plan: StepPlan) -> None:
         """Read checkpoints before the rows run. A page that holds anything else makes the state another one."""
@@ -78,7 +98,9 @@ class SimulatedMemory:
         read, end = self._read[row.sequence], row.start + row.length
         if not row.start:
             read.state, read.right = 0, True
-        read.right &= read.state == read.crc(row.start, self._block_size) and self._are_right(row, read)
+        if self._keeps_states:
+            read.right &= read.state == read.crc(row.start, self._block_size)
+        read.right &= self._are_right(row, read)
         if read.state != _NOTHING:
             read.state = crc32(read.tokens[row.start : end], read.state)
         self._write(row, read)
@@ -97,7 +119,7 @@ class SimulatedMemory:
     def _are_right(self, row: ScheduledRow, read: _Read) -> bool:
         """Return whether each full block before a row, of those that it reads, holds the tokens of its sequence."""
         size, pages = self._block_size, self._pages
-        for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=False)):
+        for number, (group, table) in enumerate(zip(self._groups, row.tables or (row.blocks,), strict=False)):
             for block in range(unread_blocks(group, row.start, size), row.start // size):
                 crc = read.crc((block + 1) * size, size)
                 for part, page in enumerate(table[block * group.pages : (block + 1) * group.pages]):
@@ -108,7 +130,7 @@ class SimulatedMemory:
     def _write(self, row: ScheduledRow, read: _Read) -> None:
         """Write K and V of a row; a block that is full holds the tokens before its end, another one nothing yet."""
         size, end = self._block_size, row.start + row.length
-        for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=False)):
+        for number, (group, table) in enumerate(zip(self._groups, row.tables or (row.blocks,), strict=False)):
             for block in range(row.start // size, -(-end // size)):
                 crc = read.crc((block + 1) * size, size) if (block + 1) * size <= end else _NOTHING
                 for part, page in enumerate(table[block * group.pages : (block + 1) * group.pages]):

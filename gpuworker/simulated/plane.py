@@ -6,7 +6,7 @@ Its arithmetic has another name, so the two never share a pool or an entry of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,9 @@ from gpuworker.memory.byte_plan import (
     BytePlan,
     blocks_without_kv,
     bytes_per_block,
+    frame_bytes,
     longest_sequence,
+    why_no_frames,
 )
 from gpuworker.memory.layout import state_group, with_states
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
@@ -51,7 +53,8 @@ class SimulatedPlane(DataPlane):
         unit = "pages" if memory.groups else "blocks"
         blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         steps = f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"
-        return [steps, memory.prefix_line(self.prefix_caching)]
+        host = [f"host memory: as if {memory.host_frames} more blocks were kept"] if memory.host_frames else []
+        return [steps, *host, memory.prefix_line(self.prefix_caching)]
 
 
 def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
@@ -68,12 +71,18 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
         geometry = with_states(geometry, mixers, state_bytes, settings.block_size)
     max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS)
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
-    memory = SimulatedMemory(geometry.groups, settings.block_size) if mixers else None
+    follows = mixers or settings.host_memory is not None
+    memory = SimulatedMemory(geometry.groups, settings.block_size) if follows else None
     tokens = simulated_tokens(directory, settings.tokenizer)
     runner = SimulatedRunner(parse_costs(settings.simulate), tokens, memory=memory)
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
     usual = checkpoint.usual_len(settings.tokenizer or directory)
     plan = _byte_plan(settings, geometry, checkpoint.context, usual, max_num_seqs)
+    if settings.host_memory is not None:
+        if why := why_no_frames(geometry, bool(mixers)):
+            raise InvalidConfig(FieldViolation("--host-memory", f"{why}; leave it out"))
+        frame = frame_bytes(geometry, settings.block_size)
+        plan = replace(plan, host_frames=settings.host_memory // frame)
     return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts, bool(mixers))
 
 

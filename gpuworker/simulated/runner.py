@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from common.contracts.lease import TierCopy
 from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.step_costs import StepCosts
@@ -58,7 +59,8 @@ class SimulatedRunner:
         logprobs = (
             {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
         )
-        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), plan.prefilled))
+        frames = sum([isinstance(each, TierCopy) for each in plan.copies]) if plan.copies else 0
+        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), plan.prefilled, frames))
         if plan.scored:
             result = replace(result, prompt_logprobs=self._scores(plan))
         submitted = time.perf_counter()
@@ -78,6 +80,7 @@ class SimulatedRunner:
 
     def _sample_with(self, memory: SimulatedMemory, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:
         sampled: dict[SequenceId, tuple[int, ...]] = {}
+        memory.copy(plan.copies)
         memory.load(plan)
         for row in plan.rows:
             is_right = memory.run(row)

@@ -106,8 +106,8 @@ class HostTier:
 
     def _forget(self, frame: FrameId) -> BlockHash:
         frames = self.frames
-        block_hash, parent = frames.hash[frame], frames.parent[frame]
-        assert block_hash is not None and parent is not None
+        block_hash, parent = frames.hash[frame], frames.parent[frame] or ROOT
+        assert block_hash is not None, "only a frame that holds something is taken"
         frames.hash[frame] = None
         del self.entries[block_hash]
         if frames.children[frame]:

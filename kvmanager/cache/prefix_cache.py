@@ -499,8 +499,8 @@ class PrefixCache:
         """Forget what all frames hold, the deepest first: a reader's view stays closed under prefixes."""
         if self.tier is None or not self.below:
             return
-        depths, found = self.tier.frames.index, [(key, frame) for key, frame in self.below.items()]
-        found = sorted([(depths[frame], key) for key, frame in found], reverse=True)
+        depths = self.tier.frames.index
+        found = sorted([(depths[frame], key) for key, frame in self.below.items()], reverse=True)
         self.tier.clear()
         for depth, block_hash in found:
             self._leave_below(block_hash, depth)

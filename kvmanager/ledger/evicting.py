@@ -57,8 +57,9 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
 def drop_cached_blocks(state: LedgerState) -> int:
     """Free every cached block and return how many there were.
 
-    Frames of the host tier forget what they hold, too. An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
-    only copies hold lose their content too; they are free once their copies are reported.
+    Frames of the host tier forget what they hold, too. An idle pool forgets all with one event. Otherwise the blocks go
+    leaves first, as in an eviction. Blocks that only copies hold lose their content too; they are free once their
+    copies are reported.
     """
     pool, frames = state.store.pool, len(state.store.cache.below)
     copied = _find_only_copied(state.store, state.sequences)

@@ -94,11 +94,12 @@ class WorkerRegistry:
 
     def _too_large(self, attach: Attach) -> AttachRejected | None:
         config, others = self._config, self._registrations.values()
-        if attach.num_blocks > config.max_blocks_per_worker:
-            return _exceeds(f"{attach.num_blocks} blocks", config.max_blocks_per_worker, "--max-blocks-per-worker")
+        for count, what in ((attach.num_blocks, "blocks"), (attach.host_frames, "blocks in host memory")):
+            if count > config.max_blocks_per_worker:
+                return _exceeds(f"{count} {what}", config.max_blocks_per_worker, "--max-blocks-per-worker")
         if len(others) >= config.max_workers:
             return _exceeds("one worker more", config.max_workers, "--max-workers", retry=True)
-        blocks = attach.num_blocks + sum(each.attach.num_blocks for each in others)
+        blocks = sum(each.num_blocks + each.host_frames for each in (attach, *(one.attach for one in others)))
         if blocks > config.max_blocks:
             return _exceeds(f"{blocks} blocks with all other workers", config.max_blocks, "--max-blocks", retry=True)
         return None

@@ -188,8 +188,9 @@ class SessionHandler:
         return not self._over
 
     def _bounds(self, worker: AttachedWorker) -> InventoryBounds:
-        limits = self._limits
-        return InventoryBounds(limits.inventory_messages, limits.inventory_bytes, worker.attach.num_blocks)
+        limits, attach = self._limits, worker.attach
+        sizes = attach.num_blocks, attach.host_frames
+        return InventoryBounds(limits.inventory_messages, limits.inventory_bytes, *sizes)
 
     async def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> bool:
         if self._inventory is None:

@@ -114,8 +114,9 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
 class Device:
     """The KV cache of one worker: per block, the node that each slot holds.
 
-    Frames of host memory stand behind the blocks (`frame`). Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`). All slots
-    of a checkpoint's pages hold the node of the last token before it.
+    Frames of host memory stand behind the blocks (`frame`). Where the pool has groups, `slots` are those of pages, and
+    hold a node as its part of a place (`as_part`). All slots of a checkpoint's pages hold the node of the last token
+    before it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, frames: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
-from common.contracts.lease import Attach, AttachOk, Copy, Inventory
+from common.contracts.lease import Attach, AttachOk, Copy, GrantBatch, Inventory
 from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
@@ -244,6 +244,19 @@ class WorkerSide(State):
         if any(told) and not self.scenario.groups:
             raise Violation("I33", "a message tells of groups, which the pool has not")
 
+    def _copy(self, batch: GrantBatch) -> None:
+        """Make the copies of a batch; the next plan carries them, and nothing stands between on the stream."""
+        for each in batch.tier:
+            frame = self.device.frame(each.frame)
+            if each.load:
+                self.device.copy_block(frame, each.block)
+                self.dropped -= {each.block}
+            else:
+                self.device.copy_block(each.block, frame)
+        for copy in batch.copy:
+            self.device.copy_block(copy.src, copy.dst)
+            self.dropped -= {copy.dst}
+
     def connect(self, manager: int) -> bool:
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
@@ -269,15 +282,7 @@ class WorkerSide(State):
             self._check_groups(admit.runs, admit.pages)
         applied = self.worker.receive(link.session, message)
         if applied is not None:
-            for move in message.tier:  # the next plan carries all copies: nothing stands between on the stream
-                source, target = BlockId(self.device.frame(move.frame)), move.block
-                if not move.load:
-                    source, target = target, source
-                self.device.copy_block(source, target)
-                self.dropped -= {move.block} if move.load else set()
-            for each in message.copy:
-                self.device.copy_block(each.src, each.dst)
-                self.dropped -= {each.dst}
+            self._copy(message)
             for admit in applied.admitted:
                 self.copying.pop(admit.sequence, None)
                 if admit.cached_tokens > admit.n_shared * self.scenario.block_size:

@@ -1,0 +1,51 @@
+"""Blocks that leave a small KV pool come back from host memory: tokens and hits, over preemptions, kills and resets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from cli.suite.stack import StackOptions
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.support.load import kill
+from tests.support.suite import cached_tokens, greedy, running_suite
+
+TOKENS = 12
+_random = random.Random(3)
+TALKS = [[_random.randrange(6, VOCAB_SIZE) for _ in range(37)] for _ in range(4)]
+"""Each takes twelve blocks of four slots with its output, so a pool of sixteen has room for one of them."""
+
+
+def small_pool(*flags: str) -> tuple[str, ...]:
+    return ("--dtype", "float32", "--kv-blocks", "16", "--max-model-len", "64", "--max-num-seqs", "4", *flags)
+
+
+@pytest.mark.parametrize("flags", [(), ("--model-impl", "transformers"), ("--kv-cache-dtype", "int8")], ids=str)
+async def test_evicted_prefixes_are_loaded(flags: tuple[str, ...], tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+    options = StackOptions(model=folder, block_size=4, worker_flags=small_pool("--host-memory", "1MiB", *flags))
+    async with running_suite(tmp_path, options) as suite:
+        first = [await suite.generate(greedy(talk, TOKENS)) for talk in TALKS]
+        again = [await suite.generate(greedy(talk, TOKENS)) for talk in TALKS]
+        assert [cached_tokens(each) for each in first] == [0] * 4
+        assert [cached_tokens(each) for each in again] == [36] * 4
+        assert [each.tokens for each in again] == [each.tokens for each in first]
+        if "int8" not in flags:
+            assert [each.tokens for each in first] == [hf_greedy(folder, talk, TOKENS) for talk in TALKS]
+
+
+async def test_a_preempted_sequence_loads_what_it_lost_and_a_new_manager_knows_the_frames(tmp_path: Path) -> None:
+    folder, tokens = checkpoint("llama"), 25
+    options = StackOptions(model=folder, block_size=4, worker_flags=small_pool("--host-memory", "1MiB"))
+    async with running_suite(tmp_path, options) as suite:
+        wanted = [hf_greedy(folder, talk, tokens) for talk in TALKS]
+        outcomes = await asyncio.gather(*(suite.generate(greedy(talk, tokens)) for talk in TALKS))
+        assert [each.tokens for each in outcomes] == wanted
+        kill(suite, "kvmanager")
+        again = [await suite.generate(greedy(talk, tokens)) for talk in TALKS]
+        assert [each.tokens for each in again] == wanted
+        assert [cached_tokens(each) for each in again] == [36] * 4
+        await suite.until_all_free(1)
