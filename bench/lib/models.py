@@ -11,6 +11,7 @@ from bench.lib.workers import BenchWorker
 from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane, assemble, executor_for
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
@@ -45,13 +46,17 @@ def cpu_runner(
 def plane_worker(plane: ModelPlane, block_size: int, **changes: Any) -> BenchWorker:
     """Return an engine on the model of a data plane, not yet started, with a cache of its own.
 
-    `changes` are those to its `AgentConfig`, of which the engine makes its lease agent at once.
+    `changes` are those to its `AgentConfig`, of which the engine makes its lease agent at once. With `host_frames`
+    there are frames of host memory, too.
     """
     geometry, device = plane.identity.kv_geometry, plane.model.device
     slots = plane.memory.num_blocks * plane.memory.block_size
-    cache = KvCache(geometry, slots // block_size, block_size, device)
+    num_blocks = changes.pop("num_blocks", slots // block_size)
+    cache = KvCache(geometry, num_blocks, block_size, device)
+    if frames := changes.get("host_frames"):
+        cache.frames = HostFrames(cache, frames)
     limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
     attention = make_backend("auto", cache, options=BackendOptions(deterministic=plane.settings.deterministic))
     runner = ModelRunner(plane.model, cache, attention, limits, executor_for(plane.model))
-    config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size, **changes)
+    config = replace(plane.agent_config(), num_blocks=num_blocks, block_size=block_size, **changes)
     return BenchWorker(runner, config, None, geometry)

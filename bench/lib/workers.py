@@ -144,6 +144,7 @@ class BenchWorker:
             num_blocks=config.num_blocks,
             prefix_caching=config.prefix_caching,
             max_num_seqs=config.max_num_seqs,
+            host_frames=config.host_frames,
         )
 
     def __enter__(self) -> BenchWorker:

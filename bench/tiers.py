@@ -1,0 +1,249 @@
+"""What the host tier gains and costs: an engine whose evicted blocks stay in host memory against one without.
+
+    python -m bench.tiers --json
+
+Both engines run the same random Llama shape on the CPU, over ledgers of their own, in interleaved pairs of alternating
+order. Five loads:
+
+* talks: conversations whose histories take three times the pool. Turns come one by one, each of another conversation.
+* turns: the same, all conversations at once, each turn as soon as the one before it has its answer.
+* swap: sequences that begin together and outgrow the pool, so that some are preempted and go on later.
+* unused: prompts that fit into the pool, so that nothing leaves it.
+* no_reuse: prompts that share nothing, and each of which makes the one before leave the pool.
+
+Every pair checks that both engines give the same tokens, and that blocks moved where they should, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from bench.lib.checkpoints import MEDIUM, SMALL
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.models import data_plane, plane_worker
+from bench.lib.workers import BenchWorker, Run
+from cli.benchmark.requests import Request, Workload, equal_requests
+from common.contracts.lease import TierCopy
+from common.contracts.types import BlockId
+from gpuworker.memory.host_frames import HostFrames
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.plane.assembly import ModelPlane
+
+BLOCK_SIZE = 16
+SHAPES = {"small": SMALL, "128m": MEDIUM}
+_VOCABULARY = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A load's pool in blocks, the sequences that run at once, and its requests by a seed."""
+
+    blocks: int
+    sequences: int
+    workload: Callable[[int], Workload]
+    alone: bool = False
+    """Whether requests come one by one."""
+
+
+def conversations(count: int, turns: int, prompt: int, output: int, seed: int) -> Workload:
+    """Return conversations that begin together; each turn adds `prompt` tokens and their answer."""
+    rng = random.Random(f"turns/{seed}")
+
+    def words(length: int) -> list[int]:
+        return [rng.randrange(3, _VOCABULARY) for _ in range(length)]
+
+    initial = [Request(f"c{number:02d}t0", words(prompt), output, number) for number in range(count)]
+    later = {(number, turn): words(prompt) for number in range(count) for turn in range(1, turns)}
+    return Workload("turns", initial, turns, later)
+
+
+def loads(scale: float, pairs: int = 1) -> dict[str, Sizes]:
+    """Return the loads; `scale` is that of the number of requests, `pairs` how often they come."""
+    chats = max(4, round(12 * scale))
+    rows = max(4, round(12 * scale))
+    whole = 4 * (192 + 32) // BLOCK_SIZE  # blocks of a conversation at its end
+    long = (64 + 448) // BLOCK_SIZE
+    return {
+        "talks": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed), alone=True),
+        "turns": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed)),
+        "swap": Sizes(rows * long // 2, rows, lambda seed: equal_requests(rows, 64, 448, seed, _VOCABULARY)),
+        "unused": Sizes(rows * 18 * (pairs + 2), rows, lambda seed: equal_requests(rows, 192, 32, seed, _VOCABULARY)),
+        "no_reuse": Sizes(
+            4 * (256 + 32) // BLOCK_SIZE, 3, lambda seed: equal_requests(2 * rows, 256, 24, seed, _VOCABULARY)
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One run of a load with the host tier and one without; blocks that were copied into frames and out of them."""
+
+    tiered: Run
+    plain: Run
+    stores: int
+    loads: int
+
+    @property
+    def throughput(self) -> float:
+        return (self.tiered.tokens / self.tiered.seconds) / (self.plain.tokens / self.plain.seconds)
+
+    @property
+    def ttft(self) -> float:
+        return statistics.mean(_later(self.tiered)) / statistics.mean(_later(self.plain))
+
+
+def _later(run: Run) -> list[float]:
+    """Return the times to first tokens of all turns but the first ones, from their admission to the queue on."""
+    found = [record.first_token for record in run.records.values() if record.request.turn]
+    return found or run.first_tokens
+
+
+class CountedCopies:
+    """Counts the copies of a worker's frames; the engine's thread orders them all in its agent."""
+
+    def __init__(self, worker: BenchWorker) -> None:
+        self.stores = self.loads = 0
+        frames = worker.engine._agent._frames  # there is no other place that sees each order
+        apply = frames.apply
+
+        def counted(copies: tuple[TierCopy, ...], *given: object) -> None:
+            loaded = sum(each.load for each in copies)
+            self.loads += loaded
+            self.stores += len(copies) - loaded
+            apply(copies, *given)  # type: ignore[arg-type]
+
+        frames.apply = counted  # type: ignore[method-assign]
+
+
+@contextmanager
+def engines(plane: ModelPlane, sizes: Sizes, frames: int) -> Iterator[tuple[BenchWorker, BenchWorker]]:
+    """Run an engine with frames and one without, each with a pool of the load's size."""
+    changes = {"num_blocks": sizes.blocks, "max_num_seqs": sizes.sequences}
+    with ExitStack() as stack:
+        tiered = stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes, host_frames=frames))
+        yield tiered, stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes))
+
+
+def drive(worker: BenchWorker, sizes: Sizes, workload: Workload, salt: str) -> Run:
+    """Run a load on an engine; where requests come one by one, the seconds are those of all of them."""
+    if not sizes.alone:
+        return worker.drive(workload, salt)
+    whole, following = Run(), list(workload.initial)
+    while following:
+        request = following.pop(0)
+        run = worker.drive(Workload("alone", [request]), salt)
+        (record,) = run.records.values()
+        whole.records[request.rid] = record
+        whole.seconds, whole.tokens = whole.seconds + run.seconds, whole.tokens + run.tokens
+        whole.first_tokens += run.first_tokens
+        following += filter(None, [workload.follow_up(request, record.tokens)])
+    return whole
+
+
+def measure(plane: ModelPlane, name: str, sizes: Sizes, pairs: int) -> Iterator[Pair]:
+    """Yield `pairs` pairs of a load after one that warms up. Raises AssertionError where tokens differ."""
+    frames = 6 * sizes.blocks
+    with engines(plane, sizes, frames) as (tiered, plain):
+        counted = CountedCopies(tiered)
+        for index in range(pairs + 1):
+            runs, before = dict[str, Run](), (counted.stores, counted.loads)
+            for which in ("tiered", "plain") if index % 2 else ("plain", "tiered"):
+                worker = tiered if which == "tiered" else plain
+                runs[which] = drive(worker, sizes, sizes.workload(index), salt=f"{name}-{index}")
+            same = [each.tokens for _, each in sorted(runs["tiered"].records.items())]
+            assert same == [each.tokens for _, each in sorted(runs["plain"].records.items())], "tokens differ"
+            moved = counted.stores - before[0], counted.loads - before[1]
+            pair = Pair(runs["tiered"], runs["plain"], *moved)
+            if index:
+                progress(f"{name}: pair {index} of {pairs}, throughput {pair.throughput:.3f}", end=index == pairs)
+                yield pair
+
+
+def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
+    """Return a load's figures by their fixed names; costs are seconds with the host tier over seconds without."""
+    ratio, lower, upper = median_interval([pair.throughput for pair in pairs])
+    moved = {
+        f"stores_{name}": statistics.median(pair.stores for pair in pairs),
+        f"loads_{name}": statistics.median(pair.loads for pair in pairs),
+    }
+    if name == "talks":
+        ratio, lower, upper = median_interval([pair.ttft for pair in pairs])
+    if name in RATIOS:
+        figure = RATIOS[name]
+        return {figure: ratio, f"{figure}_lower": lower, f"{figure}_upper": upper, **moved}
+    figure = COSTS[name]
+    return {figure: 1 / ratio, f"{figure}_lower": 1 / upper, f"{figure}_upper": 1 / lower, **moved}
+
+
+RATIOS = {"talks": "ttft_ratio_host", "turns": "throughput_ratio_host"}
+COSTS = {"swap": "swap_ratio", "unused": "cost_when_unused", "no_reuse": "cost_without_reuse"}
+NOTES = {
+    "ttft_ratio_host": "mean time to first token of later turns, with the host tier over without; median of pairs",
+    "throughput_ratio_host": "tokens a second of the same load, with over without",
+    "swap_ratio": "seconds of sequences that outgrow the pool, with the host tier over without",
+    "cost_when_unused": "seconds of a load of which nothing leaves the pool, with over without",
+    "cost_without_reuse": "seconds of a load of which everything leaves and nothing comes back, with over without",
+    "stores_turns": "blocks that were copied into frames in a run of the turns; loads: out of them",
+    "load_over_memcpy": "bytes a second of loading 64 blocks from frames, over one memcpy of as many bytes",
+}
+
+
+def load_over_memcpy(plane: ModelPlane, rounds: int = 41) -> float:
+    """Return how fast frames are loaded into scattered blocks, over a plain copy of as many bytes; median of rounds."""
+    count, rng = 64, random.Random(5)
+    cache = KvCache(plane.identity.kv_geometry, 512, BLOCK_SIZE, torch.device("cpu"))
+    cache.frames = frames = HostFrames(cache, 512)
+    for pool in cache.pools:
+        pool.fill_(1)
+    frames.images.fill_(1)
+    size = count * frames.image_bytes
+    source, target = torch.ones(2, size, dtype=torch.uint8)
+    ratios = []
+    for _ in range(rounds):
+        blocks, numbers = rng.sample(range(512), count), rng.sample(range(512), count)
+        copies = [TierCopy(BlockId(b), BlockId(f), load=True) for b, f in zip(blocks, numbers, strict=True)]
+        began = time.perf_counter()
+        cache.copy_blocks(copies)
+        middle = time.perf_counter()
+        target.copy_(source)
+        ratios.append((time.perf_counter() - middle) / (middle - began))
+    return statistics.median(ratios)
+
+
+def main() -> None:
+    flags: argparse.ArgumentParser = parser(__doc__)
+    flags.add_argument("--pairs", type=int, default=5, help="interleaved pairs of each load")
+    flags.add_argument("--shape", choices=SHAPES, default="small", help="the model: a small one, or one of 128 M")
+    flags.add_argument("--dtype", default="float32", help="type of weights and of K and V")
+    flags.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    flags.add_argument("--only", choices=loads(1.0), help="one load alone")
+    args = flags.parse_args()
+    plane = data_plane(
+        None,
+        SHAPES[args.shape],
+        device="cpu",
+        dtype=args.dtype,
+        kv_blocks=1024,
+        max_num_seqs=64,
+        max_model_len=2048,
+        deterministic=True,  # how prompts are cut changes no bit, so tokens can be compared
+    )
+    figures: dict[str, float] = {}
+    for name, sizes in loads(args.scale, args.pairs).items():
+        if args.only in (None, name):
+            figures |= figures_of(name, list(measure(plane, name, sizes, args.pairs)))
+    if args.only is None:
+        figures["load_over_memcpy"] = load_over_memcpy(plane)
+    report("tiers", figures, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
