@@ -135,6 +135,7 @@ batches = st.builds(
     reset=u64,
     preempt=tuples_of(st.builds(lease.Preempt, sequences, text)),
     cancel=tuples_of(sequences),
+    tier=tuples_of(st.builds(lease.TierCopy, blocks, blocks, st.booleans())),
 )
 rejections = st.builds(
     lease.AttachRejected, text, tuples_of(st.builds(Mismatch, text, text, text, text)), st.booleans()
@@ -175,4 +176,7 @@ inventories = st.builds(
     cached_blocks=cached_blocks(),
     block_groups=tuples_of(st.integers(0, 255), 60),
     block_pages=tuples_of(blocks, 60),
+    frames=tuples_of(
+        st.builds(lease.CachedBlock, blocks, hashes, st.just(-1), u64, hashes, st.integers(0, 2**31 - 1)), 60
+    ).map(lease.CachedBlocks.of),
 )

@@ -101,6 +101,30 @@ def test_what_cannot_fit_is_refused_with_the_numbers(
         plan(model, **options)
 
 
+def test_host_memory_holds_whole_frames_and_lies_in_the_memory_of_a_cpu(model: TransformersModel) -> None:
+    byte_plan, without = plan(model, kv_blocks=70, host_memory=9 * BLOCK + 5), plan(model, kv_blocks=70)
+    assert (byte_plan.host_frames, byte_plan.frame_bytes, byte_plan.host) == (9, BLOCK, 9 * BLOCK)
+    assert without.left - byte_plan.left == 9 * BLOCK
+    (line,) = [line for line in byte_plan.lines() if "host memory" in line]
+    assert line == "  host memory   108.0 KiB  9 more blocks that left the KV cache"
+    assert not any("host memory" in line for line in without.lines())
+
+
+@pytest.mark.parametrize(
+    ("geometry", "size", "words"),
+    [
+        (GEOMETRY, BLOCK - 1, "is 12.0 KiB, and a block takes 12.0 KiB; ask for more"),
+        (GEOMETRY, 1 << 50, r"is 1024.0 TiB, and .* of the host's memory are free; ask for less"),
+        (replace(GEOMETRY, window=64), 9 * BLOCK, "layers of the model attend within windows"),
+    ],
+)
+def test_host_memory_that_keeps_nothing_is_refused(
+    model: TransformersModel, geometry: KvGeometry, size: int, words: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=f"--host-memory: {words}"):
+        plan_memory(model, geometry, 1024, MemoryOptions(kv_blocks=70, host_memory=size))
+
+
 # One layer sees everything and two a window: a page has one lane, K and V of a layer in 16 slots.
 GROUPED = replace(GEOMETRY, groups=(KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 64, 2, (1, 2))))
 

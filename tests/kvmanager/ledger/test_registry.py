@@ -172,6 +172,10 @@ def test_a_worker_that_is_too_large_is_refused_for_good_with_the_setting() -> No
     assert answer.reason == "the worker brings 11 blocks; the manager takes at most 10 (--max-blocks-per-worker)"
     assert not answer.retry
     opened(make_manager(max_blocks_per_worker=10), attach(blocks=10))
+    answer = refused(make_manager(max_blocks_per_worker=10), attach(blocks=10, host_frames=11))
+    assert answer.reason.startswith("the worker brings 11 blocks in host memory; the manager takes at most 10")
+    answer = refused(make_manager(max_blocks=20), attach(blocks=10, host_frames=11))
+    assert answer.reason.startswith("the worker brings 21 blocks with all other workers")
 
 
 def test_workers_that_are_too_many_or_too_large_together_may_try_again_later() -> None:

@@ -39,6 +39,7 @@ class LedgerLife(RuleBasedStateMachine):
         partly=st.booleans(),
         greedy=st.booleans(),
         first_part=st.sampled_from([1, 4, 256]),
+        host_frames=st.sampled_from([0, 0, 1, 3, 12]),
     )
     def start(
         self,

@@ -20,7 +20,7 @@ from common.contracts.hashing import (
 )
 from common.contracts.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
 from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
-from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, FrameId, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
 
 WAITING, RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
@@ -66,6 +66,16 @@ class Live:
         return self.digests[index]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What a frame of host memory holds: slots, the hash and its parent's if it is claimed, depth and last use."""
+
+    content: list[int]
+    claim: tuple[BlockHash, BlockHash | None] | None
+    depth: int
+    used: int
+
+
 class FakeWorker:
     """The block tables, lease pool and content of one worker. Every method leaves the worker between two steps.
 
@@ -89,6 +99,7 @@ class FakeWorker:
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
         self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
         self.depth = [0] * num_blocks  # of what a block with a hash holds
+        self.frames: dict[FrameId, Frame] = {}
         self.used = [0] * num_blocks
         self.live: dict[SequenceId, Live] = {}
         self.pool: list[BlockId] = []
@@ -148,6 +159,15 @@ class FakeWorker:
         if batch is None:
             return
         self.target = batch.lease_target
+        for each in batch.tier:
+            if each.load:
+                self._load(each.block, self.frames[each.frame])
+            else:
+                held = self.content[each.block]
+                assert len(held) == self.block_size, f"block {each.block} is stored and not full"
+                self.frames[each.frame] = Frame(
+                    held.copy(), self.hash.get(each.block), self.depth[each.block], self.used[each.block]
+                )
         copied = {copy.dst: self._copied(copy) for copy in batch.copy}
         for admit in batch.admit:
             self._admit(admit, copied)
@@ -164,7 +184,17 @@ class FakeWorker:
         for number in batch.cancel:
             self.cancel(number)
 
+    def _load(self, block: BlockId, frame: Frame) -> None:
+        held = {each for live in self.live.values() for each in live.block_table}
+        assert block not in held, f"block {block} is loaded, and a sequence has it"
+        assert block not in self.pool, f"block {block} is loaded, and the pool has it"
+        self._reset(block)
+        self.content[block], self.depth[block], self.used[block] = frame.content.copy(), frame.depth, frame.used
+        if frame.claim is not None:
+            self.hash[block] = frame.claim
+
     def _forget_unheld(self) -> None:
+        self.frames.clear()
         held = {block for live in self.live.values() for block in live.block_table}
         self.hash = {block: claim for block, claim in self.hash.items() if block in held}
 
@@ -361,7 +391,12 @@ class FakeWorker:
                 CachedBlock(block, key, -1 if parent is None else first.get(parent, -2), self.used[block])
             )
         sequences = tuple(self._described(live) for live in self.live.values())
-        return Inventory(sequences, tuple(self.pool), tuple(cached_blocks))
+        frames = [
+            CachedBlock(number, frame.claim[0], -1, frame.used, frame.claim[1] or frame.claim[0], frame.depth)
+            for number, frame in sorted(self.frames.items())
+            if frame.claim is not None
+        ]
+        return Inventory(sequences, tuple(self.pool), tuple(cached_blocks), frames=frames)
 
     def _by_depth(self) -> list[BlockId]:
         parents = dict(self.hash.values())

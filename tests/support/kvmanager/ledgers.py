@@ -118,8 +118,10 @@ def copies(ledger: Ledger) -> dict[BlockHash, list[BlockId]]:
 
 
 def depths(ledger: Ledger) -> dict[BlockHash, int]:
-    """Return the depth of every registered hash."""
-    return {key: ledger.state.store.blocks.index[block] for key, block in ledger.state.store.cache.entries.items()}
+    """Return the depth of every hash that a block or a frame of the host tier has."""
+    store = ledger.state.store
+    below = {} if store.tier is None else {key: store.tier.frames.index[at] for key, at in store.tier.entries.items()}
+    return below | {key: store.blocks.index[block] for key, block in store.cache.entries.items()}
 
 
 def free_order(ledger: Ledger) -> list[int]:
