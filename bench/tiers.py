@@ -106,23 +106,6 @@ def _later(run: Run) -> list[float]:
     return found or run.first_tokens
 
 
-class CountedCopies:
-    """Counts the copies of a worker's frames; the engine's thread orders them all in its agent."""
-
-    def __init__(self, worker: BenchWorker) -> None:
-        self.stores = self.loads = 0
-        frames = worker.engine._agent._frames  # there is no other place that sees each order
-        apply = frames.apply
-
-        def counted(copies: tuple[TierCopy, ...], *given: object) -> None:
-            loaded = sum(each.load for each in copies)
-            self.loads += loaded
-            self.stores += len(copies) - loaded
-            apply(copies, *given)  # type: ignore[arg-type]
-
-        frames.apply = counted  # type: ignore[method-assign]
-
-
 @contextmanager
 def engines(plane: ModelPlane, sizes: Sizes, frames: int) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Run an engine with frames and one without, each with a pool of the load's size."""
@@ -152,16 +135,18 @@ def measure(plane: ModelPlane, name: str, sizes: Sizes, pairs: int) -> Iterator[
     """Yield `pairs` pairs of a load after one that warms up. Raises AssertionError where tokens differ."""
     frames = 6 * sizes.blocks
     with engines(plane, sizes, frames) as (tiered, plain):
-        counted = CountedCopies(tiered)
         for index in range(pairs + 1):
-            runs, before = dict[str, Run](), (counted.stores, counted.loads)
+            runs, before = dict[str, Run](), tiered.totals
             for which in ("tiered", "plain") if index % 2 else ("plain", "tiered"):
                 worker = tiered if which == "tiered" else plain
                 runs[which] = drive(worker, sizes, sizes.workload(index), salt=f"{name}-{index}")
             same = [each.tokens for _, each in sorted(runs["tiered"].records.items())]
             assert same == [each.tokens for _, each in sorted(runs["plain"].records.items())], "tokens differ"
-            moved = counted.stores - before[0], counted.loads - before[1]
-            pair = Pair(runs["tiered"], runs["plain"], *moved)
+            stores, loads = (
+                tiered.totals.host_stores - before.host_stores,
+                tiered.totals.host_loads - before.host_loads,
+            )
+            pair = Pair(runs["tiered"], runs["plain"], stores, loads)
             if index:
                 progress(f"{name}: pair {index} of {pairs}, throughput {pair.throughput:.3f}", end=index == pairs)
                 yield pair

@@ -43,6 +43,7 @@ from gpuworker.scheduling.outcomes import AgentConfig, SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
 from gpuworker.server.output_buffer import OutputBuffer
+from kvmanager.contracts.counts import Totals
 
 _START_SECONDS = 30.0
 
@@ -111,7 +112,8 @@ class BenchWorker:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
         self._client = LeaseClient([manager], self._wake, dial=dial) if manager is not None else None
-        channel: LeaseChannel = self._client or EmbeddedChannel(SystemClock())
+        self._embedded = EmbeddedChannel(SystemClock())
+        channel: LeaseChannel = self._client or self._embedded
         geometry = geometry or KvGeometry(1, 1, 1, 1, "float32", config.window)
         self._identity = PoolIdentity("bench", "none", config.block_size, geometry)
         self._ids = itertools.count(1)
@@ -126,6 +128,12 @@ class BenchWorker:
         self.stop_token_ids: frozenset[int] = frozenset()
         """Tokens that end a request early."""
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
+
+    @property
+    def totals(self) -> Totals:
+        """The totals of the ledger in this process."""
+        assert self._embedded.ledger is not None, "the worker has a manager of its own"
+        return self._embedded.ledger.pool_counts().totals
 
     def _wake(self) -> None:
         self.engine.wake()
