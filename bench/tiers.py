@@ -33,6 +33,7 @@ from bench.lib.workers import BenchWorker, Run
 from cli.benchmark.requests import Request, Workload, equal_requests
 from common.contracts.lease import TierCopy
 from common.contracts.types import BlockId
+from gpuworker.memory.byte_plan import frame_bytes
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane
@@ -184,8 +185,9 @@ NOTES = {
 def load_over_memcpy(plane: ModelPlane, rounds: int = 41) -> float:
     """Return how fast frames are loaded into scattered blocks, over a plain copy of as many bytes; median of rounds."""
     count, rng = 64, random.Random(5)
-    cache = KvCache(plane.identity.kv_geometry, 512, BLOCK_SIZE, torch.device("cpu"))
-    cache.frames = frames = HostFrames(cache, 512)
+    geometry = plane.identity.kv_geometry
+    cache = KvCache(geometry, 512, BLOCK_SIZE, torch.device("cpu"))
+    cache.frames = frames = HostFrames(cache.pools, frame_bytes(geometry, BLOCK_SIZE), 512)
     for pool in cache.pools:
         pool.fill_(1)
     frames.images.fill_(1)

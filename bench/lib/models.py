@@ -11,6 +11,7 @@ from bench.lib.workers import BenchWorker
 from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.byte_plan import frame_bytes
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane, assemble, executor_for
@@ -54,7 +55,7 @@ def plane_worker(plane: ModelPlane, block_size: int, **changes: Any) -> BenchWor
     num_blocks = changes.pop("num_blocks", slots // block_size)
     cache = KvCache(geometry, num_blocks, block_size, device)
     if frames := changes.get("host_frames"):
-        cache.frames = HostFrames(cache, frames)
+        cache.frames = HostFrames(cache.pools, frame_bytes(geometry, block_size), frames)
     limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
     attention = make_backend("auto", cache, options=BackendOptions(deterministic=plane.settings.deterministic))
     runner = ModelRunner(plane.model, cache, attention, limits, executor_for(plane.model))

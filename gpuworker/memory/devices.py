@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 
 import torch
@@ -89,3 +91,14 @@ def total_bytes(device: torch.device) -> int:
         total: int = torch.cuda.mem_get_info(device)[1]
         return total
     return host_memory.total_bytes()
+
+
+def unwritten(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zero bytes of this machine in pages that the system maps at their first write."""
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(shape, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)

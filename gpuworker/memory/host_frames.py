@@ -18,18 +18,19 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.lease import Copy, TierCopy
-from gpuworker.memory.byte_plan import frame_bytes
-from gpuworker.memory.kv_cache import KvCache, unwritten
+from gpuworker.memory.devices import unwritten
 
 
 class HostFrames:
-    """`num_frames` images of the blocks of a cache. Used by the thread that runs steps."""
+    """Images of the blocks of a cache. Used by the thread that runs steps."""
 
-    def __init__(self, cache: KvCache, num_frames: int) -> None:
-        """Raises RuntimeError, OSError or MemoryError when the memory cannot be had."""
-        self._cache, self.num_frames = cache, num_frames
-        self.image_bytes = frame_bytes(cache.geometry, cache.block_size)
-        pinned = bool(cache.pools) and cache.pools[0].device.type == "cuda"
+    def __init__(self, pools: Sequence[torch.Tensor], image_bytes: int, num_frames: int) -> None:
+        """Take the pools of a cache, [layers, blocks, ...]; an image has `image_bytes`, as `frame_bytes` counts them.
+
+        Raises RuntimeError, OSError or MemoryError when the memory cannot be had.
+        """
+        self._pools, self.image_bytes = pools, image_bytes
+        pinned = bool(pools) and pools[0].device.type == "cuda"
         shape = (num_frames, self.image_bytes)
         self.images = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else unwritten(shape)
         self._parts = list(self._views())
@@ -37,7 +38,7 @@ class HostFrames:
     def _views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield each pool [layers, blocks, ...], its part of the images [frames, layers, ...], and where it begins."""
         at = 0
-        for pool in sorted(self._cache.pools, key=lambda each: -each.itemsize):
+        for pool in sorted(self._pools, key=lambda each: -each.itemsize):
             size, shape = _bytes_of(pool), (pool.shape[0], *pool.shape[2:])
             part = self.images[:, at : at + size].view(pool.dtype).unflatten(1, shape)
             yield pool, part, at

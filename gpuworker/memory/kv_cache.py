@@ -11,20 +11,16 @@ have pools of their own (`gpuworker/memory/layout.py`). Layers with an indexer k
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 from copy import copy as copied
-from typing import TYPE_CHECKING
 
 import torch
 
 from common.contracts.lease import Copy, TierCopy
 from common.contracts.types import KvGeometry
-from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
+from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, unwritten
+from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.layout import IndexKey, page_layout, pools_of
-
-if TYPE_CHECKING:
-    from gpuworker.memory.host_frames import HostFrames
 
 
 class KvCache:
@@ -127,14 +123,3 @@ def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return unwritten((math.prod(shape) * dtype.itemsize,)).view(dtype).view(shape)
-
-
-def unwritten(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return zero bytes of this machine in pages that the system maps at their first write."""
-    size = math.prod(shape)
-    if not size:
-        return torch.zeros(shape, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)

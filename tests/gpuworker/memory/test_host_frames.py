@@ -41,7 +41,7 @@ def cache_of(kind: str, block_size: int = 4, blocks: int = 5) -> KvCache:
     rng = np.random.default_rng(1)
     for pool in made.pools:
         pool.view(torch.uint8).copy_(torch.from_numpy(rng.integers(0, 256, pool.view(torch.uint8).shape, np.uint8)))
-    made.frames = HostFrames(made, 3)
+    made.frames = HostFrames(made.pools, frame_bytes(KINDS[kind], block_size), 3)
     return made
 
 
