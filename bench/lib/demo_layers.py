@@ -34,6 +34,13 @@ _SIZES: Final = {
 }
 
 
+def add_host_memory_flag(flags: argparse.ArgumentParser) -> None:
+    what = (
+        "memory that keeps blocks which leave a worker's pool, such as 64MiB; a simulated worker checks what it reads"
+    )
+    flags.add_argument("--host-memory", help=what)
+
+
 def add_layers_flag(flags: argparse.ArgumentParser) -> None:
     what = (
         f"the simulated model's layers: full, all of them see everything; window, every other one sees {_SPAN} tokens; "

@@ -147,23 +147,28 @@ class HostTier:
         `blocks` and `entries` are those of the prefix cache. Raises ProtocolViolation for a frame that there is not, or
         that stands twice.
         """
-        frames, named, levels = self.frames, set[FrameId](), dict[int, list[FrameId]]()
-        last_used = [0] * len(frames)
-        rows = zip(claims.blocks, claims.hashes, claims.parent_hashes, claims.depths, claims.last_used, strict=True)
-        for number, (frame, block_hash, before, depth, used) in enumerate(sorted(rows, key=lambda row: row[3])):
+        frames, named, by_depth = self.frames, set[FrameId](), dict[int, list[int]]()
+        for row, (frame, depth) in enumerate(zip(claims.blocks, claims.depths, strict=True)):
             if not 0 <= frame < len(frames) or frame in named:
                 raise ProtocolViolation(f"frame {frame} stands twice in the inventory, or is none of {len(frames)}")
             named.add(frame)
-            parent = before if depth else ROOT
-            if self._fits(block_hash, parent, depth, blocks, entries):
-                self._enter(frame, block_hash, parent, depth)
-                levels.setdefault(depth, []).append(frame)
-                last_used[frame] = used
-            if number % _AT_ONCE == 0:
+            by_depth.setdefault(depth, []).append(row)
+            if row % _AT_ONCE == 0:
                 yield
-        for part in order_after_rebuild(
-            (levels[depth] for depth in sorted(levels, reverse=True)), last_used.__getitem__
-        ):
+        last_used, levels, done = [0] * len(frames), list[list[FrameId]](), 0
+        for depth, rows in sorted(by_depth.items()):
+            level = list[FrameId]()
+            for row in rows:
+                frame, block_hash, parent = claims.blocks[row], claims.hashes[row], claims.parent_hashes[row]
+                if self._fits(block_hash, parent if depth else ROOT, depth, blocks, entries):
+                    self._enter(frame, block_hash, parent if depth else ROOT, depth)
+                    level.append(frame)
+                    last_used[frame] = claims.last_used[row]
+                done += 1
+                if done % _AT_ONCE == 0:
+                    yield
+            levels.append(level)
+        for part in order_after_rebuild(reversed(levels), last_used.__getitem__):
             self.order.restore_blocks(part)
             yield
         self.free = FreeBlocks([frame for frame in self.free if frames.state[frame] is FREE])
