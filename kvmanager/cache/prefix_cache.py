@@ -27,7 +27,7 @@ from typing import NamedTuple
 from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockHash, BlockId, FrameId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
-from kvmanager.cache.host_tier import HostTier
+from kvmanager.cache.host_tier import HostTier, Taken
 from kvmanager.cache.state_tree import StateTree
 from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
@@ -468,8 +468,8 @@ class PrefixCache:
 
     # ------------------------------------------------------------ the host tier
 
-    def store_below(self, block: BlockId) -> FrameId | None:
-        """Return a frame for what an evicted block holds; None if a frame has it already, or none can be had.
+    def store_below(self, block: BlockId) -> Taken | None:
+        """Return the frame for what an evicted block holds; None if a frame has it already, or none can be had.
 
         Call it before `forget_block`. What the frame held leaves the index, unless a block has it.
         """
@@ -487,7 +487,7 @@ class PrefixCache:
             self.touch_hash(block_hash)
         if taken.dropped:
             self._leave_below(taken.dropped, taken.depth)
-        return taken.frame
+        return taken
 
     def _leave_below(self, block_hash: BlockHash, depth: int) -> None:
         if self.watched:

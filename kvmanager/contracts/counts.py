@@ -14,14 +14,15 @@ class Totals:
     A hit counts at admission, or when the block is sealed if another sequence was still to fill it. Partial hits are
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
     grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
-    blocks that were copied into frames of the host tier, and out of them. `broken_stalls` counts
-    preemptions that were ordered because work stood still.
+    blocks that were copied into frames of the host tier, and out of them. Host drops are contents that left their frame
+    for others while no block had them. `broken_stalls` counts preemptions that were ordered because work stood still.
     """
 
     preemptions: int = 0
     evictions: int = 0
     host_stores: int = 0
     host_loads: int = 0
+    host_drops: int = 0
     admissions: int = 0
     chunked_grants: int = 0
     rejections: int = 0
@@ -69,7 +70,8 @@ class PoolCounts:
     `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet. `retained` are
     those of the cached blocks that leave last, and `kept_pinned` those that an operator's pins keep even longer.
     `lacking` are those of the running sequences that can compute nothing before they get a block. Where the pool has
-    groups, free, leased, used and cached blocks are counted in pages.
+    groups, free, leased, used and cached blocks are counted in pages. Of the `host_frames` of the worker's host memory,
+    `host_held` hold a block's content.
     """
 
     num_blocks: int
@@ -89,3 +91,5 @@ class PoolCounts:
     kept_pinned: int = 0
     lacking: int = 0
     groups: tuple[GroupCounts, ...] = ()
+    host_frames: int = 0
+    host_held: int = 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
-from common.contracts.types import BlockId, Candidate, DecisionKind
+from common.contracts.lease import HOST_REASON
+from common.contracts.types import BlockHash, BlockId, Candidate, DecisionKind
 from kvmanager.cache.retention_terms import Fate
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
 
+KEPT: Final = "host_kept"
+"""The figure of an evicted block whose content a frame of the host tier keeps."""
 _NAMED: Final = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
 
@@ -26,17 +30,18 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
     retained, pinned, kept = totals.retained_evictions, totals.pinned_evictions, totals.host_stores
-    evicted, fates, free = list[Candidate](), dict[str, list[str]](), state.store.pool.free
-    while len(free) < count and len(evicted) < _NAMED:
-        evicted.append(evict_next(state, name))
+    evicted, fates, free, gone = list[Candidate](), dict[str, list[str]](), state.store.pool.free, list[BlockHash]()
+    while len(free) < count:
+        block, depth, content = _uncache_block(state, name)
+        gone.append(content)
+        if len(evicted) == _NAMED:
+            continue
+        evicted.append(_candidate(state, block, depth))
         if (found := state.store.retention.evicted) is not None:
             fates.setdefault(found.fate.value, []).append(evicted[-1].name)
         if state.store.pool.early:
             fates.setdefault(state.store.pool.early, []).append(evicted[-1].name)
-    missing = len(evicted)
-    while len(free) < count:
-        _uncache_block(state, name)
-        missing += 1
+    missing = len(gone)
     figures = {"evicted": float(missing), "cached": float(state.store.pool.cached_pages), "wanted": float(count)}
     order, unit = state.store.pool.cached, "page" if state.config.groups else "block"
     reasons: tuple[str, ...] = (f"no {unit} is free", order.reason, f"policy {order.name}")
@@ -48,6 +53,11 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         # Those that a frame had already need no store, and are kept too.
         figures["host_stores"] = float(totals.host_stores - kept)
         figures["host_blocks"] = float(len(state.store.tier))
+        held = [content in state.store.cache.below for content in gone]
+        figures[KEPT] = float(sum(held))
+        reasons += (f"{HOST_REASON}it keeps {sum(held)} of {missing}",)
+        marked = zip(evicted, held, strict=False)
+        evicted = [replace(each, figures=(*each.figures, (KEPT, 1.0))) if kept else each for each, kept in marked]
     reasons += tuple(f"{', '.join(names)}: {fate}" for fate, names in fates.items())
     named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
     state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
@@ -98,20 +108,25 @@ def _find_only_copied(store: BlockStore, sequences: SequenceTable) -> set[BlockI
 
 def evict_next(state: LedgerState, beneficiary: str = "") -> Candidate:
     """Free the next block in the order of eviction and drop its content; return the record of the block."""
-    block, depth = _uncache_block(state, beneficiary)
+    block, depth, _ = _uncache_block(state, beneficiary)
+    return _candidate(state, block, depth)
+
+
+def _candidate(state: LedgerState, block: BlockId, depth: int) -> Candidate:
+    """Return the record of the block that was evicted last."""
     figures, retention = state.store.pool.cached.explain_choice(block), state.store.retention.evicted
-    if retention is None:
-        return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
-    figures += (("retention_priority", float(retention.priority)),)
+    if retention is not None:
+        figures += (("retention_priority", float(retention.priority)),)
     return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
 
 
-def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
-    """Free the next block in the order of eviction; return it and the depth of what it held."""
+def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int, BlockHash]:
+    """Free the next block in the order of eviction; return it, and the depth and the hash of what it held."""
     pool, retention, fate = state.store.pool, state.store.retention, ""
     retention.evicted = None
     block = pool.uncache_block()
-    evicted = retention.evicted
+    evicted, content = retention.evicted, state.store.blocks.hash[block]
+    assert content is not None, "only a block that holds something is cached"
     if evicted is not None:
         fate = evicted.fate.value
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
@@ -121,4 +136,4 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         state.keep_below(block)
     depth = state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)
     state.store.note_end_before(block)
-    return block, depth
+    return block, depth, content

@@ -288,7 +288,8 @@ class Ledger:
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, pool.cached_pages, 0, sequences.running,
             waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
             state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
-            uses_of_groups(state.store) if state.config.groups else (),
+            uses_of_groups(state.store) if state.config.groups else (), state.config.frames,
+            len(state.store.cache.below),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

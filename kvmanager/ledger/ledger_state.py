@@ -76,10 +76,12 @@ class LedgerState:
 
     def keep_below(self, block: BlockId) -> None:
         """Order that a frame gets what an evicted block holds, unless one has it already."""
-        frame = self.store.cache.store_below(block)
-        if frame is not None:
-            self.tier_copies.append(TierCopy(block, frame))
+        cache = self.store.cache
+        taken = cache.store_below(block)
+        if taken is not None:
+            self.tier_copies.append(TierCopy(block, taken.frame))
             self.totals.host_stores += 1
+            self.totals.host_drops += bool(taken.dropped) and taken.dropped not in cache.entries
 
     def load_frames(self, sequence: Sequence, frames: Items[FrameId]) -> None:
         """Extend a block table by the next free blocks, and order that they get what a run of frames holds."""

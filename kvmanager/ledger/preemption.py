@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
-from common.contracts.lease import Preempt
+from common.contracts.lease import HOST_REASON, Preempt
 from common.contracts.types import TRIMMED, BlockId, Candidate, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
 from kvmanager.contracts.ledger_config import VictimOrder
@@ -334,10 +334,16 @@ def _record(
     reasons: tuple[str, ...],
     named: tuple[Candidate, ...],
 ) -> str:
-    blocks = state.store.blocks
+    blocks, size = state.store.blocks, state.config.block_size
+    lost, work = tokens_lost(victim, blocks, size), work_lost(victim, blocks, size)
+    loadable = min(max(0, work - lost), state.config.frames * size)
+    if loadable:
+        what = f"the sealed blocks of {loadable} tokens go to frames if they are evicted, and are loaded again"
+        reasons = (*reasons, f"{HOST_REASON}{what}")
     figures = {
-        "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
-        "work_lost": float(work_lost(victim, blocks, state.config.block_size)),
+        "tokens_lost": float(lost),
+        "work_lost": float(work),
+        **({"loadable_tokens": float(loadable)} if loadable else {}),
         "blocks_freed": float(private_blocks(victim, blocks)),
         "stalled": float(len(state.sequences.find_stalled())),
         "running": float(state.sequences.running),

@@ -18,6 +18,7 @@ from kvmanager.ledger.past_totals import added
 from kvmanager.sessions.attachments import Attachments
 
 _BUCKETS_S: Final = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 25e-3, 100e-3)
+_HOST_COPIES: Final = {"store": "host_stores", "load": "host_loads"}
 _STATES: Final = ("free", "leased", "in_use", "cached", "pinned")
 _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
@@ -25,6 +26,7 @@ _TOTALS: Final = {
     "kv_evictions": "Cached blocks that were forgotten for others.",
     "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
     "kv_pinned_evictions": "Those of them that an operator had pinned, because no others were left.",
+    "kv_host_dropped": "Contents that left host memory for others, while no block had them.",
     "admissions": "Sequences that were admitted.",
     "chunked_grants": "Those of them that began with a part of their prompt's blocks.",
     "rejections": "Sequences that no pool of this size can hold.",
@@ -42,6 +44,7 @@ _FIELDS: Final = {
     "kv_evictions": "evictions",
     "kv_retained_evictions": "retained_evictions",
     "kv_pinned_evictions": "pinned_evictions",
+    "kv_host_dropped": "host_drops",
     "prefix_cache_reset_blocks": "reset_blocks",
     "prefix_cache_partial_hits": "partial_hits",
     "prefix_cache_partial_hit_tokens": "partial_hit_tokens",
@@ -162,6 +165,11 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
         "Blocks of a group of layers, by what they are used for.",
         labels=("worker", "layers", "state"),
     )
+    frames = GaugeMetricFamily(
+        "quire:kv_host_frames",
+        "Frames of host memory, room for a block each, by what they are used for.",
+        labels=("worker", "state"),
+    )
     running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
@@ -173,10 +181,12 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
         for each in pool.groups:
             groups.add_metric((worker, _layers(each.group), "in_use"), each.in_use)
             groups.add_metric((worker, _layers(each.group), "cached"), each.cached)
+        frames.add_metric((worker, "held"), pool.host_held)
+        frames.add_metric((worker, "free"), pool.host_frames - pool.host_held)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)
-    yield from (blocks, usage, retained, kept, groups, running, waiting)
+    yield from (blocks, usage, retained, kept, groups, frames, running, waiting)
 
 
 def _layers(group: KvGroup) -> str:
@@ -203,3 +213,12 @@ def _totals(accounts: dict[str, Totals], block_size: int) -> Iterator[Metric]:
         for reason, count in totals.misses_by_reason.items():
             reasons.add_metric((worker, reason), count)
     yield reasons
+    copied = CounterMetricFamily(
+        "quire:kv_host_blocks",
+        "Blocks that were copied to host memory, and back.",
+        labels=("worker", "direction"),
+    )
+    for worker, totals in accounts.items():
+        for direction, name in _HOST_COPIES.items():
+            copied.add_metric((worker, direction), getattr(totals, name))
+    yield copied

@@ -90,6 +90,11 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         kept_pinned=counts.kept_pinned,
         pinned_evictions=counts.totals.pinned_evictions,
         groups=map(_group_to_proto, counts.groups),
+        host_frames=counts.host_frames,
+        host_held=counts.host_held,
+        host_stores=counts.totals.host_stores,
+        host_loads=counts.totals.host_loads,
+        host_drops=counts.totals.host_drops,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from grpc import aio
 
 from common.contracts.errors import InvalidRequest
-from common.contracts.lease import Report, Reserve
+from common.contracts.lease import CachedBlock, Inventory, Report, Reserve
 from common.contracts.types import BlockHash, BlockId, FinishReason, KvGroup, KvGroupKind, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -169,6 +169,25 @@ async def test_metrics_show_the_blocks_of_groups_of_layers(manager: Running, con
 async def test_without_groups_of_layers_there_are_no_blocks_of_them(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     assert values(await scraped(manager), "quire:kv_group_blocks") == {}
+
+
+async def test_frames_of_host_memory_and_their_copies_are_in_metrics_and_pools(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    """Of two blocks that frames have, one is loaded; for the other seven blocks of the pool nothing is evicted."""
+    worker = connect(manager, host_frames=3)
+    below = [CachedBlock(BlockId(at), HASHES[at], -1, 1, HASHES[at - 1] if at else HASHES[0], at) for at in range(2)]
+    await worker.attached(Inventory(frames=below))
+    await worker.exchange(Report(reserve=(Reserve(SequenceId(7), 32, 64, block_hashes=HASHES[:2]),)))
+    text = await scraped(manager)
+    held = {'{state="free",worker="w0"}': 1.0, '{state="held",worker="w0"}': 2.0}
+    copied = {'{direction="load",worker="w0"}': 1.0, '{direction="store",worker="w0"}': 0.0}
+    assert values(text, "quire:kv_host_frames") == held
+    assert values(text, "quire:kv_host_blocks_total") == copied
+    assert values(text, "quire:kv_host_dropped_total") == {'{worker="w0"}': 0.0}
+    (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
+    assert (pool.host_frames, pool.host_held) == (3, 2)
+    assert (pool.host_stores, pool.host_loads, pool.host_drops) == (0, 1, 0)
 
 
 async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Running, connect: Connect) -> None:

@@ -11,7 +11,7 @@ from common.contracts.types import BlockId, FrameId
 from gpuworker.scheduling import frame_claims
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.frame_claims import FrameClaims
-from kvmanager.cache.host_tier import HostTier
+from kvmanager.cache.host_tier import HostTier, Taken
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks, nothing
@@ -59,7 +59,7 @@ def check_loads_only(frames: FrameClaims, *given: Any) -> list[BlockId]:
     return []
 
 
-def store_a_leaf_only(cache: PrefixCache, block: BlockId) -> FrameId | None:
+def store_a_leaf_only(cache: PrefixCache, block: BlockId) -> Taken | None:
     """What has children in frames is not stored when it is evicted."""
     tier, key = cache.tier, cache._blocks.hash[block]
     if tier is not None and key in tier.apart:

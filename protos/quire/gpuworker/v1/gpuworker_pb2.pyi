@@ -845,6 +845,9 @@ class SequenceStarted(_message.Message):
     AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     AHEAD_OF_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    SPARED_SECONDS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     wait_seconds: _builtins.float
     """Seconds from its admission to the beginning of that step."""
@@ -854,6 +857,11 @@ class SequenceStarted(_message.Message):
     """The id of the request that most of them were for."""
     turn: _builtins.int
     """As in SequenceAdmitted."""
+    loaded_blocks: _builtins.int
+    """Blocks that were copied from the worker's host memory for this admission, and the seconds of these copies."""
+    load_seconds: _builtins.float
+    spared_seconds: _builtins.float
+    """What computing their tokens would have taken at the worker's rate; 0: it has not learnt one."""
     def __init__(
         self,
         *,
@@ -862,10 +870,13 @@ class SequenceStarted(_message.Message):
         ahead_tokens: _builtins.int = ...,
         ahead_of: _builtins.str = ...,
         turn: _builtins.int = ...,
+        loaded_blocks: _builtins.int = ...,
+        load_seconds: _builtins.float = ...,
+        spared_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_of", b"ahead_of", "ahead_tokens", b"ahead_tokens", "handle", b"handle", "turn", b"turn", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_of", b"ahead_of", "ahead_tokens", b"ahead_tokens", "handle", b"handle", "load_seconds", b"load_seconds", "loaded_blocks", b"loaded_blocks", "spared_seconds", b"spared_seconds", "turn", b"turn", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

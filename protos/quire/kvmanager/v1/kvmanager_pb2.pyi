@@ -1133,6 +1133,11 @@ class Pool(_message.Message):
     KEPT_PINNED_FIELD_NUMBER: _builtins.int
     PINNED_EVICTIONS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    HOST_FRAMES_FIELD_NUMBER: _builtins.int
+    HOST_HELD_FIELD_NUMBER: _builtins.int
+    HOST_STORES_FIELD_NUMBER: _builtins.int
+    HOST_LOADS_FIELD_NUMBER: _builtins.int
+    HOST_DROPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1156,6 +1161,15 @@ class Pool(_message.Message):
     kept_pinned: _builtins.int
     """Those of the cached blocks that an operator's pins keep, and those that were evicted nevertheless."""
     pinned_evictions: _builtins.int
+    host_frames: _builtins.int
+    """Frames of the worker's host memory, each room for what one block holds, and how many of them hold something."""
+    host_held: _builtins.int
+    host_stores: _builtins.int
+    """Blocks that were copied into frames and out of them, and contents that left their frame for others while no block
+    had them.
+    """
+    host_loads: _builtins.int
+    host_drops: _builtins.int
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1188,10 +1202,15 @@ class Pool(_message.Message):
         kept_pinned: _builtins.int = ...,
         pinned_evictions: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupUse] | None = ...,
+        host_frames: _builtins.int = ...,
+        host_held: _builtins.int = ...,
+        host_stores: _builtins.int = ...,
+        host_loads: _builtins.int = ...,
+        host_drops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "groups", b"groups", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

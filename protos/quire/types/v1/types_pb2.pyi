@@ -563,6 +563,7 @@ class Usage(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     MODEL_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_MODEL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Tokens of the prompt that were not computed for the request before its first output token."""
@@ -578,6 +579,8 @@ class Usage(_message.Message):
     model_drafted_tokens: _builtins.int
     """Of both, those that a draft model guessed."""
     accepted_model_draft_tokens: _builtins.int
+    host_cached_tokens: _builtins.int
+    """Of the cached tokens, those whose blocks were copied from the worker's host memory for the request."""
     def __init__(
         self,
         *,
@@ -590,10 +593,11 @@ class Usage(_message.Message):
         accepted_draft_tokens: _builtins.int = ...,
         model_drafted_tokens: _builtins.int = ...,
         accepted_model_draft_tokens: _builtins.int = ...,
+        host_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_model_draft_tokens", b"accepted_model_draft_tokens", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "model_drafted_tokens", b"model_drafted_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_model_draft_tokens", b"accepted_model_draft_tokens", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "host_cached_tokens", b"host_cached_tokens", "model_drafted_tokens", b"model_drafted_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
