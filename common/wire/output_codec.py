@@ -23,6 +23,7 @@ def usage_to_proto(usage: Usage) -> types_pb2.Usage:
         accepted_draft_tokens=min(usage.accepted_draft_tokens, _MOST),
         model_drafted_tokens=min(usage.model_drafted_tokens, _MOST),
         accepted_model_draft_tokens=min(usage.accepted_model_draft_tokens, _MOST),
+        host_cached_tokens=usage.host_cached_tokens,
     )
 
 
@@ -37,6 +38,7 @@ def usage_from_proto(message: types_pb2.Usage) -> Usage:
         accepted_draft_tokens=message.accepted_draft_tokens,
         model_drafted_tokens=message.model_drafted_tokens,
         accepted_model_draft_tokens=message.accepted_model_draft_tokens,
+        host_cached_tokens=message.host_cached_tokens,
     )
 
 

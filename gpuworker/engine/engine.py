@@ -10,9 +10,10 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final
 
 from common.contracts.clock import Clock
@@ -35,7 +36,7 @@ from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult, 
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
-from gpuworker.scheduling.outcomes import Applied, Completion, SequenceFinished
+from gpuworker.scheduling.outcomes import NOTHING_LOADED, Applied, Completion, Loaded, SequenceFinished
 
 _NS = 1_000_000_000
 MOST_FAILED: Final = 8
@@ -321,21 +322,21 @@ class Engine:
                 return True
             self._flights.popleft()
             self._failed = 0
-            self._time(flight, result.seconds)
+            self._time(flight, result)
             if self._flights:
                 self._flights[0].begin(self._clock)
             self._take_result(flight, result)
         return worked
 
-    def _time(self, flight: Flight, seconds: float) -> None:
+    def _time(self, flight: Flight, result: StepResult) -> None:
         """Learn from when a step is over: the pace of steps that are planned ahead, or the gap before one alone."""
-        now = self._clock.monotonic()
+        now, copying = self._clock.monotonic(), result.copy_seconds
         if flight.ahead:
-            self._rates.learn_pace(flight.plan, now - flight.began)
+            self._rates.learn_pace(flight.plan, now - flight.began - copying)
         elif flight.after is not None:
-            self._rates.learn_gap(now - flight.after - flight.plan.guessing - seconds)
+            self._rates.learn_gap(now - flight.after - flight.plan.guessing - result.seconds - copying)
         self._over_at = None if self._flights else now
-        if lost := self._usual.lost(flight.plan, now - flight.began):
+        if lost := self._usual.lost(flight.plan, now - flight.began - copying):
             self.standstill.add(now - lost, now)
 
     def _take_result(self, flight: Flight, result: StepResult) -> None:
@@ -348,9 +349,11 @@ class Engine:
         if self._wants_step is not None and self._wants_step():
             traced = self._traced.among(flight.plan)
             self._outputs.steps.append(flight.record(result, self._clock.monotonic(), traced))
-        if self._starts:
-            self._outputs.started.extend(self._starts.stepped(flight.plan, flight.began, self._name_of))
         completion = self._agent.complete(result)
+        if self._starts:
+            rate = self._agent.config.block_size * self._rates.prefill_token
+            begun = self._starts.stepped(flight.plan, flight.began, self._name_of, completion.loaded, rate)
+            self._outputs.started.extend(begun)
         self._outputs.tokens.extend(completion.tokens.items())
         self._sampled += sum(map(len, completion.tokens.values()))
         self._scheduled += completion.computed
@@ -504,8 +507,9 @@ class Flight:
             guessing=plan.guessing,
             waiting=self.began - submitted,
             running=result.seconds,
-            finishing=max(0.0, ended - self.began - result.seconds),
+            finishing=max(0.0, ended - self.began - result.seconds - result.copy_seconds),
             traced=traced,
+            copying=result.copy_seconds,
         )
 
 
@@ -593,10 +597,14 @@ class ReportPace:
 # Watches admitted sequences until their first step: how long they wait, and for whom the worker computes then.
 @dataclass(slots=True)
 class _Waiting:
-    """When a sequence was admitted, and the positions computed since: in all, and of the longest row of each step."""
+    """When a sequence was admitted, and the positions computed since: in all, and of the longest row of each step.
+
+    `loaded` are the blocks that were copied from host memory for it.
+    """
 
     since: float
     computed: int = 0
+    loaded: Loaded = NOTHING_LOADED
     longest: Counter[SequenceId] = field(default_factory=Counter)
 
 
@@ -619,13 +627,27 @@ class StartWatch:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def stepped(self, plan: StepPlan, began: float, name: Callable[[SequenceId], str]) -> Iterable[Started]:
+    def stepped(
+        self,
+        plan: StepPlan,
+        began: float,
+        name: Callable[[SequenceId], str],
+        loaded: Mapping[SequenceId, Loaded] = MappingProxyType({}),
+        block_seconds: float = 0.0,
+    ) -> Iterable[Started]:
         """Return the sequences whose first step this was; count its positions for those that still wait.
 
-        `name` returns the request of a sequence, or "" where it has gone.
+        `name` returns the request of a sequence, or "" where it has gone. `loaded` is what the step copied from host
+        memory; to compute a block takes `block_seconds`.
         """
         rows = {row.sequence: row.length for row in plan.rows}
-        started = [self._started(each, began, name) for each in rows if each in self._waiting]
+        started = [
+            self._started(each, began, name, loaded.get(each, NOTHING_LOADED), block_seconds)
+            for each in rows
+            if each in self._waiting
+        ]
+        for sequence in loaded.keys() & self._waiting.keys():
+            self._waiting[sequence].loaded = self._waiting[sequence].loaded.and_then(loaded[sequence])
         longest, computed = max(rows, key=lambda each: rows[each]), sum(rows.values())
         for waiting in self._waiting.values():
             waiting.computed += computed
@@ -633,11 +655,20 @@ class StartWatch:
                 waiting.longest[longest] += rows[longest]
         return started
 
-    def _started(self, sequence: SequenceId, began: float, name: Callable[[SequenceId], str]) -> Started:
+    def _started(
+        self,
+        sequence: SequenceId,
+        began: float,
+        name: Callable[[SequenceId], str],
+        with_it: Loaded,
+        block_seconds: float,
+    ) -> Started:
         waiting = self._waiting.pop(sequence)
         most = waiting.longest.most_common(1)
         ahead_of = name(most[0][0]) if most else ""
-        return Started(sequence, max(0.0, began - waiting.since), waiting.computed, ahead_of)
+        waited = max(0.0, began - waiting.since - waiting.loaded.seconds)
+        loaded = waiting.loaded.and_then(with_it)
+        return Started(sequence, waited, waiting.computed, ahead_of, loaded, loaded.blocks * block_seconds)
 
 
 # Seconds below which a delay is told with the next one.

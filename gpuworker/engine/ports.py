@@ -10,7 +10,7 @@ from common.contracts.lease import Admit
 from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.engine.step_rates import NO_STEPS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftTallies, total
-from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.outcomes import NOTHING_LOADED, Loaded, SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 
 
@@ -46,12 +46,17 @@ class Started(NamedTuple):
     """The first step of an admitted sequence is over; it began `wait_seconds` after the admission.
 
     In that time `ahead_tokens` positions were computed for other sequences, most of them for request `ahead_of`.
+    Until now `loaded` blocks were copied from host memory for this admission. If these copies ran before the step
+    began, their seconds do not count as waiting. Computing what they hold would have taken `spared_seconds`; 0: not
+    known.
     """
 
     sequence: SequenceId
     wait_seconds: float
     ahead_tokens: int
     ahead_of: str
+    loaded: Loaded = NOTHING_LOADED
+    spared_seconds: float = 0.0
 
 
 class Delayed(NamedTuple):
@@ -70,7 +75,8 @@ class StepRecord:
     """A step that a span is made of: wall-clock begin and end in ns, what was computed, and its seconds by part.
 
     The parts follow one another and fill the time from begin to end: the engine planned the step, and a draft model
-    guessed meanwhile; the step waited for the one before it; model and sampler ran; the engine took the result.
+    guessed meanwhile; the step waited for the one before it; blocks were copied to host memory and back; model and
+    sampler ran; the engine took the result.
     `traced` are the sequences in it that have spans.
     """
 
@@ -87,6 +93,7 @@ class StepRecord:
     running: float
     finishing: float
     traced: tuple[SequenceId, ...]
+    copying: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

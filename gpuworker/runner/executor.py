@@ -67,9 +67,10 @@ class RunnerStep:
     cleared: tuple[BlockId, ...] = ()
     """Pages of checkpoints that now are of K and V."""
 
-    def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False) -> None:
+    def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False, copy_seconds: float = 0.0) -> None:
         """Set the result: the sampled tokens, or the vectors, by sequence; the tensors are on the host.
 
+        Its copies took `copy_seconds`, if they were timed apart from the step.
         With `at_once` the calling thread fills the masks of the next step, if they wait for these tokens.
         """
         if self.work.pooling is not None and sampled.pooled is not None:
@@ -78,18 +79,19 @@ class RunnerStep:
         found, masks = sampled.tokens.tolist(), self.work.point.masks
         counted = self._verified(found, sampled.ended) if self.drafts else {}
         if masks is None:
-            self._set_result(sampled, found, counted, self._forced(sampled), seconds)
+            self._set_result(sampled, found, counted, self._forced(sampled), (seconds, copy_seconds))
             return
         # First: the masks of the next step, which runs already, wait for the tokens.
         forced, rest = masks.sampled(found, counted, at_once)
         try:
-            self._set_result(sampled, found, counted, forced | self._forced(sampled), seconds)
+            self._set_result(sampled, found, counted, forced | self._forced(sampled), (seconds, copy_seconds))
         finally:
             rest()
 
     def _set_result(
-        self, sampled: SampledTokens, found: list[int], counted: _Tokens, forced: _Tokens, seconds: float
+        self, sampled: SampledTokens, found: list[int], counted: _Tokens, forced: _Tokens, times: tuple[float, float]
     ) -> None:
+        """`times` are the seconds of the step, and of its copies."""
         work, masks = self.work, self.work.point.masks
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         for row, entry in token_logprobs(sampled, work.sampling).items():
@@ -103,7 +105,8 @@ class RunnerStep:
         if self.drafts:
             tokens |= counted
             logprobs = {sequence: entries[: len(tokens[sequence])] for sequence, entries in logprobs.items()}
-        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, ended, of_prompts, forced))
+        seconds, copying = times
+        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, ended, of_prompts, forced, copying))
 
     def _is_first(self, row: int) -> bool:
         """Whether a row is its sequence's own, and not that of a draft."""

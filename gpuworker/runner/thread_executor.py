@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
+from common.contracts.lease import Copy, TierCopy
 from common.contracts.types import BlockId
 from gpuworker.memory.layout import state_group
 from gpuworker.memory.state_store import StateStore
@@ -31,12 +32,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose kernels are launched; the sampled tokens are on the host, or will be after `event`."""
+    """A step whose kernels are launched; the sampled tokens are on the host, or will be after `event`.
+
+    `copied` returns the seconds of its copies, which are a part of those since it was `begun`.
+    """
 
     step: RunnerStep
     sampled: SampledTokens
     begun: float
+    copied: Callable[[], float]
     event: torch.cuda.Event | None = None
+
+    def report(self) -> None:
+        """Report the tokens, which are on the host."""
+        passed, copied = time.perf_counter() - self.begun, self.copied()
+        self.step.report(self.sampled, max(0.0, passed - copied), copy_seconds=copied)
 
 
 class _Checkpoints:
@@ -67,6 +77,7 @@ class ThreadExecutor:
         self._launcher, self._cache, self._tokens, self._failures = launcher, parts.cache, parts.tokens, parts.failures
         self._states, self._checkpoints = parts.model.states, _checkpoints_of(parts)
         device = parts.tokens.flat.device
+        self._on_cuda = device.type == "cuda"
         self._thread = SerialThread("quire-runner", lambda: _computing(parts.threads, device))
         self._collector = SerialThread("quire-collector")
 
@@ -93,7 +104,7 @@ class ThreadExecutor:
             launched = self._launch(step)
             sampled = launched.sampled
             if launched.event is None and sampled.logprobs is None and sampled.scores is None:
-                step.report(launched.sampled, time.perf_counter() - launched.begun)
+                launched.report()
             else:
                 self._collector.put(lambda: self._collect(launched))
         except EngineFailure as failure:
@@ -111,19 +122,31 @@ class ThreadExecutor:
             self._checkpoints.clear(step.cleared)
         self._failures.refuse(step.generation)
         begun = time.perf_counter()
-        if step.copies:
-            self._cache.copy_blocks(step.copies)
+        copied = self._copy(step.copies) if step.copies else _nothing_copied
         if self._states is not None:
             for place, drafts in step.accepted:
                 self._states.accept(place, drafts)
         if self._checkpoints is not None:
             self._checkpoints.load(step.loads)
         if not len(step.work.staged.batch_index):
-            return _Launched(step, SampledTokens(torch.empty(0, dtype=torch.int64)), begun)
+            return _Launched(step, SampledTokens(torch.empty(0, dtype=torch.int64)), begun, copied)
         sampled = self._launcher.launch(step.work)
         if self._checkpoints is not None:
             self._checkpoints.save(step.saves)
-        return _to_host(step, sampled, begun)
+        return _to_host(step, sampled, begun, copied)
+
+    def _copy(self, copies: Sequence[Copy | TierCopy]) -> Callable[[], float]:
+        """Copy blocks; return what tells the seconds of that once the step is over."""
+        if not self._on_cuda:
+            begun = time.perf_counter()
+            self._cache.copy_blocks(copies)
+            took = time.perf_counter() - begun
+            return lambda: took
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._cache.copy_blocks(copies)
+        end.record()
+        return lambda: _seconds_between(begin, end)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for the tokens of a step and report them; on the collector's thread."""
@@ -131,10 +154,19 @@ class ThreadExecutor:
         try:
             if launched.event is not None:
                 launched.event.synchronize()
-            step.report(launched.sampled, time.perf_counter() - launched.begun)
+            launched.report()
         except BaseException as error:  # as above
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
+
+
+def _nothing_copied() -> float:
+    return 0.0
+
+
+def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def thread_executor(launcher: LauncherFactory | None = None) -> Callable[[ExecutorParts], ThreadExecutor]:
@@ -165,10 +197,10 @@ def _computing(threads: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float) -> _Launched:
+def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float, copied: Callable[[], float]) -> _Launched:
     """Start moving the sampled tokens to the host, after the kernels that sample them."""
     if sampled.tokens.device.type == "cpu":
-        return _Launched(step, sampled, begun)
+        return _Launched(step, sampled, begun, copied)
     found, scores = sampled.logprobs, sampled.scores
     moved = SampledTokens(
         _pinned(sampled.tokens),
@@ -178,7 +210,7 @@ def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float) -> _Launche
     )
     event = torch.cuda.Event()
     event.record()
-    return _Launched(step, moved, begun, event)
+    return _Launched(step, moved, begun, copied, event)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,7 @@ class StepPlan:
     `scored` has at most one part of a row; a position of it samples nothing. `drafts` counts those of all rows.
     A draft model has guessed them, `guessing` seconds before the step. The states of the sequences of `loads` are read
     from checkpoints before the rows are computed, those of the sequences of `saves` are written to some after that.
+    `loaded` counts the blocks that its copies load from host memory, by the sequence that they are for.
     """
 
     step: int
@@ -69,6 +70,7 @@ class StepPlan:
     guessing: float = 0.0
     loads: tuple[Checkpoint, ...] = ()
     saves: tuple[Checkpoint, ...] = ()
+    loaded: tuple[tuple[SequenceId, int], ...] = ()
     prefilled: int = field(init=False, repr=False)
     """Positions beyond one for each row that samples a token, and beyond drafts."""
 
@@ -89,7 +91,8 @@ class StepResult:
     A sequence samples one token a step, and one more for each of its drafts that was right. `ended` are sequences whose
     constraint was complete before the step; their samples are discarded.
     `prompt_logprobs` are those of the plan's scored parts, an entry a position. `forced` are tokens that a constraint
-    forces to follow those sampled, where that was found out with this step.
+    forces to follow those sampled, where that was found out with this step. Its copies between blocks and host memory
+    took `copy_seconds`, which `seconds` do not contain.
     """
 
     step: int
@@ -99,6 +102,7 @@ class StepResult:
     ended: Mapping[SequenceId, FinishCause] = field(default_factory=dict)
     prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     forced: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    copy_seconds: float = 0.0
 
 
 def laid_out(plan: StepPlan) -> StepPlan:

@@ -7,7 +7,7 @@ from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.draft_tally import DraftTallies
 from gpuworker.scheduling.drafting import DraftModel
 from gpuworker.scheduling.group_table import Tail
-from gpuworker.scheduling.outcomes import Completion, SequenceFinished
+from gpuworker.scheduling.outcomes import Completion, Loaded, SequenceFinished
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder
 from gpuworker.scheduling.sequence import Sequence
@@ -51,10 +51,11 @@ class Departures:
         computed: int,
         scored: tuple[SequenceId, ...],
         drafts: DraftTallies,
+        loaded: dict[SequenceId, Loaded] | None = None,
     ) -> Completion:
         """Return the completion of a step, with all departures since the last one."""
         left = tuple(self._finished), tuple(self._preempted), tuple(self._forgotten)
-        completion = Completion(tokens, *left, computed, scored, drafts, self.recounted)
+        completion = Completion(tokens, *left, computed, scored, drafts, self.recounted, loaded or {})
         if self._finished or self._preempted or self._forgotten or self.recounted:
             self._clear()
         return completion

@@ -6,8 +6,9 @@ all that is ordered behind it, and a step that fails voids blocks and frames ali
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, CachedBlock, TierCopy
@@ -77,6 +78,25 @@ class FrameClaims:
             for frame, each in sorted(self.held.items())
             if each is not None
         )
+
+
+class Loads(NamedTuple):
+    """Places of a sequence's block table, `first` to `end` - 1, whose blocks are loaded for it."""
+
+    sequence: SequenceId
+    first: int
+    end: int
+
+
+def find_loads(copies: Items[TierCopy], admits: Items[Admit]) -> Iterator[Loads]:
+    """Yield for whom blocks are loaded. A block that two admissions share is loaded for the first of them."""
+    loaded = {each.block for each in copies if each.load}
+    for admit in admits if loaded else ():
+        shared = admit.block_table[: admit.n_shared]
+        places = [place for place, block in enumerate(shared) if block in loaded]
+        if places:
+            loaded.difference_update(shared)
+            yield Loads(admit.sequence, places[0], places[-1] + 1)
 
 
 def _check_place(sequence: Sequence | None, place: int, block: BlockId, content: Content | None) -> None:

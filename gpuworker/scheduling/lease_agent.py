@@ -42,10 +42,10 @@ from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
-from gpuworker.scheduling.frame_claims import FrameClaims
+from gpuworker.scheduling.frame_claims import FrameClaims, find_loads
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
 from gpuworker.scheduling.group_table import GroupTable, Tail
-from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts
+from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts, Loaded
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
 from gpuworker.scheduling.sequence import NewSequence, Sequence
@@ -77,6 +77,8 @@ class LeaseAgent:
         self._in_flight: deque[StepPlan] = deque()
         # Copies that the next step runs before its rows, in the order in which they were granted.
         self._copies: list[Copy | TierCopy] = []
+        # Blocks that these load, by the sequence that they are for.
+        self._loaded: list[tuple[SequenceId, int]] = []
         self._partial_copies = PartialCopies()
         self._grants = GrantApplier(
             config, self._sequences, self._blocks, self._frames, self._scheduler, self._partial_copies
@@ -139,6 +141,7 @@ class LeaseAgent:
         """
         admitted = self._grants.apply(batch)
         self._lease_target = batch.lease_target
+        self._note_loads(batch.tier, admitted)
         self._copies += batch.tier
         self._copies += batch.copy
         if batch.reset:
@@ -153,6 +156,13 @@ class LeaseAgent:
         taken = {admit.sequence for admit in admitted}
         dropped = tuple([admit.sequence for admit in batch.admit if admit.sequence not in taken])
         return Applied(admitted, preempting, dropped, len(batch.lease))
+
+    def _note_loads(self, copies: Items[TierCopy], admitted: Items[Admit]) -> None:
+        """Note for whom blocks are loaded from host memory."""
+        size = self.config.block_size
+        for sequence, first, end in find_loads(copies, admitted):
+            self._sequences[sequence].note_loaded(first * size, end * size)
+            self._loaded.append((sequence, end - first))
 
     def _reset_cache(self, number: int) -> None:
         """Forget cached content, and confirm that: the next inventory must not bring it back."""
@@ -184,9 +194,11 @@ class LeaseAgent:
         if not step.rows:
             return None
         copies, scored = tuple(self._copies), tuple(step.scored)
-        states = tuple(step.loads), tuple(step.saves)
-        plan = StepPlan(self._next_step, tuple(step.rows), copies, scored, step.drafts, step.guessing, *states)
+        states, loaded = (tuple(step.loads), tuple(step.saves)), tuple(self._loaded)
+        rows, number = tuple(step.rows), self._next_step
+        plan = StepPlan(number, rows, copies, scored, step.drafts, step.guessing, *states, loaded=loaded)
         self._copies.clear()
+        self._loaded.clear()
         self._next_step += 1
         self._in_flight.append(plan)
         return plan
@@ -236,7 +248,8 @@ class LeaseAgent:
             if sequence.phase is not SequencePhase.RUNNING:
                 self._departures.leave_if_idle(sequence, planned)
         self._report.computed(plan)
-        return self._departures.completion(tokens, plan.scheduled_tokens, scored, drafts)
+        loaded = _share_of_copies(plan, result.copy_seconds) if plan.loaded else None
+        return self._departures.completion(tokens, plan.scheduled_tokens, scored, drafts, loaded)
 
     def _fill_up(self, sequence: Sequence, blocks: tuple[BlockId, ...], start: int, end: int) -> None:
         """Count slots as filled that right drafts wrote, in every group that keeps K and V."""
@@ -477,6 +490,11 @@ class BlockCloser:
         sequence.snapshot = None
         sequence.trimmed = gone
         self._report.trim(sequence.id, gone)
+
+
+def _share_of_copies(plan: StepPlan, seconds: float) -> dict[SequenceId, Loaded]:
+    """Return what a step copied from host memory, by sequence: all its copies are of blocks, and take equally long."""
+    return {sequence: Loaded(blocks, seconds * blocks / len(plan.copies)) for sequence, blocks in plan.loaded}
 
 
 # Checks a batch of grants before any of it is applied: kernels and copies use block ids as they are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK
 from common.contracts.lease import Admit, Preempt
@@ -81,6 +82,19 @@ class Applied:
     leased: int = 0
 
 
+class Loaded(NamedTuple):
+    """Blocks that were copied from host memory for a sequence, and the seconds of these copies."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+
+    def and_then(self, later: Loaded) -> Loaded:
+        return Loaded(self.blocks + later.blocks, self.seconds + later.seconds)
+
+
+NOTHING_LOADED: Final = Loaded()
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The effect of a step, or of a command between steps.
@@ -89,7 +103,7 @@ class Completion:
     sequences, and their block tables are gone: the runner may drop its state. `computed` counts the positions of the
     step. The log-probabilities of the prompts of `scored` sequences are to be delivered. `drafts` counts those of the
     step by kind. `recounted` has the cached tokens of sequences whose last part of the prompt was planned, where the
-    grants said other numbers.
+    grants said other numbers. `loaded` says what the step copied from host memory, by sequence.
     """
 
     tokens: dict[SequenceId, tuple[int, ...]]
@@ -100,6 +114,7 @@ class Completion:
     scored: tuple[SequenceId, ...] = ()
     drafts: DraftTallies = field(default_factory=dict)
     recounted: dict[SequenceId, int] = field(default_factory=dict)
+    loaded: dict[SequenceId, Loaded] = field(default_factory=dict)
 
     @property
     def drafted(self) -> int:

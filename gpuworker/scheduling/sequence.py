@@ -63,9 +63,10 @@ class Sequence:
     before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `hits` are ranges of
     the prompt's positions, in full blocks and in a copied part of a block, that the sequence has not computed before
     its first output token, because others did. Positions before `recompute_below` were computed or were hits in earlier
-    runs. `announced_hits` are what was said of the hits, until all is planned, and -1 where that may be lost;
-    `granted_until` are those of the last grant. `partial_hashes` has three for each full
-    block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
+    runs. Those of `from_host` were copied from host memory for the sequence. `announced_hits` are what was said of the
+    hits, until all is planned, and -1 where that may be lost; `granted_until` are those of the last grant.
+    `partial_hashes` has three for each full block, then those of the prompt's last block; it is empty where no part of
+    a block is reused (`partly`). `forced`
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
     `leaves` is in no later plan, and takes the tokens of steps in flight until it ends. Where the pool has groups,
     `tables` has the pages of each group's blocks, and `block_table` the first group's blocks; `checkpoints` is the
@@ -83,6 +84,7 @@ class Sequence:
         "drafter",
         "drafts",
         "forced",
+        "from_host",
         "granted_until",
         "hashed",
         "hits",
@@ -156,6 +158,7 @@ class Sequence:
         self.sampling = 0
         self.trimmed = 0
         self.hits: tuple[tuple[int, int], ...] = ()
+        self.from_host: tuple[tuple[int, int], ...] = ()
         self.announced_hits: int | None = None
         self.granted_until = 0
         self.reason = FinishReason.CANCELLED
@@ -180,6 +183,12 @@ class Sequence:
         return sum(end - first for first, end in self.hits)
 
     @property
+    def host_cached_tokens(self) -> int:
+        """Those of the cached tokens whose blocks were copied from host memory for the sequence."""
+        pairs = ((hit, copied) for hit in self.hits for copied in self.from_host)
+        return sum(max(0, min(end, until) - max(first, begin)) for (first, end), (begin, until) in pairs)
+
+    @property
     def draining(self) -> bool:
         """Whether the sequence is out of all later plans and keeps its block table only for steps in flight."""
         return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
@@ -200,6 +209,11 @@ class Sequence:
         self.trimmed = 0
         self.score_from = self.scored
         self.granted_until = cached_tokens
+
+    def note_loaded(self, first: int, end: int) -> None:
+        """Note positions whose blocks are copied from host memory, but for those that earlier runs had."""
+        if (first := max(first, self.recompute_below)) < end:
+            self.from_host += ((first, end),)
 
     def skip(self, position: int, block_size: int) -> None:
         """Go on from `position`, because other sequences computed those before it."""
@@ -394,4 +408,5 @@ class Sequence:
             accepted_draft_tokens=drafts.accepted,
             model_drafted_tokens=of_model.drafted,
             accepted_model_draft_tokens=of_model.accepted,
+            host_cached_tokens=self.host_cached_tokens,
         )

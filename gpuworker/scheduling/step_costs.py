@@ -1,7 +1,7 @@
 """The cost model of a simulated step, and its notation in `--simulate`.
 
 seconds of a step = base + decode · (rows that sample a token) + prefill · (positions beyond one for each such row)
-                  + frame · (blocks copied to host memory or back)
+seconds of its copies = frame · (blocks copied to host memory or back)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class StepCosts:
     prefill: float = 0.0
     frame: float = 0.0
 
-    def of(self, decodes: int, prefilled: int, frames: int = 0) -> float:
-        """Return the seconds of a step with so many rows that sample, positions beyond those, and copies of frames."""
-        return self.base + self.decode * decodes + self.prefill * prefilled + self.frame * frames
+    def of(self, decodes: int, prefilled: int) -> float:
+        """Return the seconds of a step with so many rows that sample and positions beyond those, without its copies."""
+        return self.base + self.decode * decodes + self.prefill * prefilled
 
 
 def parse_costs(text: str) -> StepCosts:

@@ -216,6 +216,8 @@ def gather(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: 
     for started in outputs.started:
         if (one := live.get(started.sequence)) is not None:
             to.started(one.handle, started)
+            if one.spans is not None and started.loaded.blocks:
+                one.spans.loaded(started.loaded)
     _gather_prompt_logprobs(live, outputs, to)
     _gather_tokens(live, outputs, to, now)
     _gather_ends(live, outputs, to)

@@ -131,13 +131,16 @@ class OutputBuffer:
         self._grow(_EVENT_BYTES)
 
     def started(self, handle: int, started: Started) -> None:
-        _, wait_seconds, ahead_tokens, ahead_of = started
+        _, wait_seconds, ahead_tokens, ahead_of, loaded, spared_seconds = started
         message = pb.SequenceStarted(
             handle=handle,
             wait_seconds=wait_seconds,
             ahead_tokens=ahead_tokens,
             ahead_of=ahead_of,
             turn=self._in_turn(),
+            loaded_blocks=loaded.blocks,
+            load_seconds=loaded.seconds,
+            spared_seconds=spared_seconds,
         )
         self._started.append(message)
         self._grow(_EVENT_BYTES + len(ahead_of))

@@ -23,7 +23,7 @@ from common.rpc.status import code_of
 from common.telemetry import traceparent_of
 from common.telemetry.conventions import fail_server_span, fail_span
 from gpuworker.engine.ports import Chunk
-from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.outcomes import Loaded, SequenceFinished
 
 _FAILED: Final = {
     FinishReason.CANCELLED: (grpc.StatusCode.CANCELLED, "cancelled"),
@@ -73,6 +73,11 @@ class SequenceSpans:
         self._reserve.end()
         self._reserve = None
 
+    def loaded(self, loaded: Loaded) -> None:
+        """Note blocks that were copied from host memory, in place of being computed."""
+        attributes = {"quire.loaded_blocks": loaded.blocks, "quire.load_seconds": loaded.seconds}
+        self._root.add_event("loaded from host memory", attributes)
+
     def preempted(self) -> None:
         self._root.add_event("preempted")
 
@@ -116,6 +121,8 @@ class SequenceSpans:
                 "decode", context=self._context, start_time=self._decode_begin, attributes=attributes
             )
             span.end(self._decode_end)
+        if end.usage.host_cached_tokens:
+            self._root.set_attribute("quire.host_cached_tokens", end.usage.host_cached_tokens)
         self._root.set_attribute("quire.finish_reason", str(end.reason))
         self._root.end()
 

@@ -33,6 +33,8 @@ class StepSpans:
             "quire.predicted_seconds": record.predicted,
         }
         attributes |= {f"quire.{part}_seconds": getattr(record, part) for part in _PARTS}
+        if record.copying:
+            attributes["quire.copying_seconds"] = record.copying
         span = self._tracer.start_span(
             "step",
             Context(),

@@ -60,7 +60,8 @@ class SimulatedRunner:
             {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
         )
         frames = sum([isinstance(each, TierCopy) for each in plan.copies]) if plan.copies else 0
-        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), plan.prefilled, frames))
+        seconds, copying = self._costs.of(len(sampled), plan.prefilled), self._costs.frame * frames
+        result = StepResult(plan.step, sampled, logprobs, seconds, copy_seconds=copying)
         if plan.scored:
             result = replace(result, prompt_logprobs=self._scores(plan))
         submitted = time.perf_counter()
@@ -100,7 +101,7 @@ class SimulatedRunner:
 
     def _run(self, result: StepResult, submitted: float, future: Future[StepResult]) -> None:
         began = max(submitted, self._due)
-        self._due = began + result.seconds
+        self._due = began + result.copy_seconds + result.seconds
         hold_until = time.perf_counter() + self._held
         while time.perf_counter() < hold_until:
             pass  # a loop of bytecode keeps the GIL unless another thread has asked for it for 5 ms

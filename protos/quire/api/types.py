@@ -50,7 +50,7 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens that one sequence cost. Of those that it drafted, the accepted ones are output. A draft model
-    guessed those of `model_drafted_tokens`."""
+    guessed those of `model_drafted_tokens`. Of the cached tokens, `host_cached_tokens` were copied from host memory."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -61,6 +61,7 @@ class Usage:
     accepted_draft_tokens: int = 0
     model_drafted_tokens: int = 0
     accepted_model_draft_tokens: int = 0
+    host_cached_tokens: int = 0
 
 
 class KvGroupKind(StrEnum):

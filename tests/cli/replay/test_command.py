@@ -111,7 +111,8 @@ def test_a_picture_stands_beside_the_table(tmp_path: Path, capsys: pytest.Captur
 def test_given_costs_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([log(tmp_path), "--seeds", "1", "--costs", "base=7ms", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["timing"]["costs"], found["errors"]) == ({"base": 0.007, "decode": 0.0, "prefill": 0.0}, None)
+    costs = {"base": 0.007, "decode": 0.0, "prefill": 0.0, "frame": 0.0}
+    assert (found["timing"]["costs"], found["errors"]) == (costs, None)
 
 
 def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:

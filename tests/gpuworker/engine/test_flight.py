@@ -37,6 +37,15 @@ def test_a_record_has_the_counts_and_the_seconds_of_each_part() -> None:
     assert found.traced == (SequenceId(1),)
 
 
+def test_copies_are_a_part_of_their_own() -> None:
+    clock = ManualClock(1.0)
+    flight = Flight(StepPlan(5, ROWS), Future(), 0.5, clock.monotonic(), clock.time_ns())
+    flight.begin(clock)
+    clock.advance(3.0)
+    found = flight.record(StepResult(5, {}, seconds=2.0, copy_seconds=0.75), clock.monotonic(), ())
+    assert (found.copying, found.running, found.finishing) == (0.75, 2.0, 0.25)
+
+
 class JumpingClock(ManualClock):
     """A clock whose wall time is set, as NTP does it."""
 

@@ -6,6 +6,7 @@ from common.contracts.types import BlockId, SequenceId
 from gpuworker.engine.engine import StartWatch
 from gpuworker.engine.ports import Started
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from gpuworker.scheduling.outcomes import Loaded
 
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)
 
@@ -57,3 +58,17 @@ def test_sequences_that_left_are_forgotten() -> None:
     watch.admitted(A, 0.0)
     watch.clear()
     assert not watch
+
+
+def test_loads_of_the_first_step_are_told_with_what_computing_them_would_take() -> None:
+    watch = StartWatch()
+    watch.admitted(A, 1.0)
+    loaded = {A: Loaded(3, 0.25), C: Loaded(1, 0.25)}
+    assert list(watch.stepped(plan(a=10), 2.0, name, loaded, 0.5)) == [Started(A, 1.0, 0, "", Loaded(3, 0.25), 1.5)]
+
+
+def test_loads_of_an_earlier_step_are_none_of_the_wait() -> None:
+    watch = StartWatch()
+    watch.admitted(A, 1.0)
+    assert list(watch.stepped(plan(b=10), 1.0, name, {A: Loaded(2, 0.25)})) == []
+    assert list(watch.stepped(plan(a=10), 3.0, name)) == [Started(A, 1.75, 10, "r2", Loaded(2, 0.25), 0.0)]

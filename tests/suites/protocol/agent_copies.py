@@ -38,7 +38,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._scheduler = _copy_scheduler(agent._scheduler, twin._blocks, twin._sequences)
     twin._report = _copy_report(agent._report)
     twin._in_flight = agent._in_flight.copy()
-    twin._copies = agent._copies.copy()
+    twin._copies, twin._loaded = agent._copies.copy(), agent._loaded.copy()
     twin._frames = FrameClaims(agent._frames.num_frames)
     twin._frames.held = agent._frames.held.copy()
     twin._partial_copies = PartialCopies()
