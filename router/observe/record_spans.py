@@ -45,6 +45,7 @@ _PHASES: Final = {
     Phase.BLOCKS: ("reserve", MANAGER),
     Phase.MANAGER_AWAY: ("without manager", WORKER),
     Phase.PREFILL_WAIT: ("prefill wait", WORKER),
+    Phase.LOADING: ("load", WORKER),
     Phase.PREFILL: ("prefill", WORKER),
     Phase.STALLED: ("lacking blocks", WORKER),
     Phase.DECODE: ("decode", WORKER),

@@ -173,6 +173,7 @@ class RequestTrace:
                     "quire.finish_reason": event.reason.value,
                     "quire.output_tokens": event.usage.output_tokens,
                     "quire.cached_tokens": event.usage.cached_tokens,
+                    "quire.host_cached_tokens": event.usage.host_cached_tokens,
                     "quire.preemptions": event.usage.preemptions,
                 },
                 self._clock.time_ns(),

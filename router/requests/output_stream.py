@@ -48,6 +48,8 @@ class OutputStream:
         self.admitted_at: float | None = None
         self._attempt = 0
         self.cached_tokens = 0
+        # Tokens whose blocks the first run loaded from host memory, as its worker said at its start.
+        self._loaded_tokens = 0
         self._computed_again = 0
         # Both as the present run found them; None in the first run.
         self._found: tuple[int, int] | None = None
@@ -70,6 +72,11 @@ class OutputStream:
             self._attempt, self._found = attempt, (self.cached_tokens, self._computed_again)
             self._count_hits(event.cached_tokens)
 
+    def started(self, loaded_tokens: int) -> None:
+        """Note how many tokens' blocks were loaded from host memory; later runs do not change what was cached."""
+        if self._found is None and self.first_token_at is None:
+            self._loaded_tokens += loaded_tokens
+
     def resume(self, orphan: Orphan, now: float) -> None:
         """Take over the times and the costs of a sequence that another router began; its tokens come again."""
         before, arrived = orphan.continuation, self._request.arrived
@@ -77,6 +84,7 @@ class OutputStream:
         if before.usage_before is not None and before.admitted_seconds is not None:
             self.admitted_at = arrived + before.admitted_seconds
             self.cached_tokens = before.usage_before.cached_tokens
+            self._loaded_tokens = before.usage_before.host_cached_tokens
             self._computed_again = before.usage_before.recomputed_tokens
             self._preemptions = before.usage_before.preemptions
         elif orphan.admitted_seconds is not None:
@@ -101,6 +109,7 @@ class OutputStream:
                 cached_tokens=self.cached_tokens,
                 recomputed_tokens=self._computed_again,
                 preemptions=self._preemptions,
+                host_cached_tokens=self._count_from_host(Usage()),
             ),
         )
 
@@ -118,6 +127,11 @@ class OutputStream:
         lost = max(0, cached - hits) if self.first_token_at is None else 0
         self.cached_tokens = cached - lost
         self._computed_again = again + len(self._request.prompt) + len(self.tokens) - hits - lost
+
+    def _count_from_host(self, usage: Usage) -> int:
+        """Return how many cached tokens came from host memory: as the worker says that ended the only run, or began."""
+        ended_it = usage.prompt_tokens > 0 and self._found is None
+        return min(usage.host_cached_tokens if ended_it else self._loaded_tokens, self.cached_tokens)
 
     @property
     def replays(self) -> bool:
@@ -170,6 +184,7 @@ class OutputStream:
             accepted_draft_tokens=ended.usage.accepted_draft_tokens,
             model_drafted_tokens=ended.usage.model_drafted_tokens,
             accepted_model_draft_tokens=ended.usage.accepted_model_draft_tokens,
+            host_cached_tokens=self._count_from_host(ended.usage),
         )
         stop_token = ended.stop_token_id if self.stop_string is None else None
         ending = self.stop_string, stop_token, ended.message, ended.embedding

@@ -224,6 +224,8 @@ class RequestRun:
             if attempt == running.attempt:
                 if isinstance(event, SequenceAdmitted):
                     running.forget_earlier_runs()
+                elif isinstance(event, SequenceStarted) and event.loaded_blocks:
+                    running.output.started(event.loaded_blocks * self.log.block_size)
                 self.log.follow(index, event)
                 self._follow(event)
             if not isinstance(event, SequenceStarted | SequenceDelayed):  # nothing that the stream sends

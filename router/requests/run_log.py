@@ -84,6 +84,8 @@ class RunLog:
         self._admitted: SequenceAdmitted | None = None
         self._admitted_index = 0
         self._started: SequenceStarted | None = None
+        # What workers loaded from host memory: blocks, seconds, and the seconds that computing them would have taken.
+        self._loaded, self._loading, self._spared = 0, 0.0, 0.0
         self._reason, self._last = "", ""
         self._failure = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
@@ -200,11 +202,22 @@ class RunLog:
             self._admitted = replace(self._admitted, cached_tokens=cached_tokens)
 
     def _take_start(self, index: int, event: SequenceStarted) -> None:
-        """Take off the prefill what the worker computed for others first; only the first start has both."""
-        if self._started is None and self._phases.phase is Phase.PREFILL:
+        """Take off the prefill what the worker computed for others first, and what it copied from host memory.
+
+        Only the first start has both. What a sequence loads after a preemption is taken off that.
+        """
+        phase = self._phases.phase
+        self._loaded += event.loaded_blocks
+        self._loading += event.load_seconds
+        self._spared += event.spared_seconds
+        if self._started is None and phase is Phase.PREFILL:
             self._started = event
             self._tell(index, event.when)
             self._phases.shift(Phase.PREFILL, Phase.PREFILL_WAIT, event.wait_seconds)
+            self._phases.shift(Phase.PREFILL, Phase.LOADING, event.load_seconds)
+        elif phase is Phase.PREEMPTED and event.load_seconds:
+            self._tell(index, event.when)
+            self._phases.shift(phase, Phase.LOADING, event.load_seconds)
 
     def _take_delay(self, index: int, event: SequenceDelayed) -> None:
         """Note what held a sequence up; before its admission, the worker's time is not known yet."""
@@ -351,6 +364,9 @@ class RunLog:
             preemptions=self._preemptions,
             moves=self._moves,
             ahead_tokens=started.ahead_tokens if started else 0,
+            loaded_blocks=self._loaded,
+            load_seconds=self._loading,
+            spared_seconds=self._spared,
             other_domain_tokens=elsewhere.blocks * self.block_size,
             diverged_at=admitted.diverged_at if admitted else 0,
             client_longest=self._phases.client_longest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -266,7 +267,13 @@ def _admitted(message: pb.SequenceAdmitted, times: _Times) -> SequenceAdmitted:
 def _started(message: pb.SequenceStarted, times: _Times) -> SequenceStarted:
     ahead_of = message.ahead_of if is_id(message.ahead_of) else ""
     wait = max(0.0, message.wait_seconds)
-    return SequenceStarted(wait, message.ahead_tokens, ahead_of, times.of(message.turn))
+    loads = message.loaded_blocks, _finite(message.load_seconds), _finite(message.spared_seconds)
+    return SequenceStarted(wait, message.ahead_tokens, ahead_of, times.of(message.turn), *loads)
+
+
+def _finite(seconds: float) -> float:
+    """Return seconds that are added up and told; 0 for what is no duration."""
+    return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
 def _delayed(message: pb.SequenceDelayed, times: _Times) -> SequenceDelayed:

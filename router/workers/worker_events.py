@@ -43,13 +43,18 @@ class SequenceAdmitted:
 class SequenceStarted:
     """The first step of the sequence is over; it began `wait_seconds` after the admission.
 
-    In that time the worker computed `ahead_tokens` positions for others, most of them for request `ahead_of`.
+    In that time the worker computed `ahead_tokens` positions for others, most of them for request `ahead_of`. Within
+    `load_seconds`, which do not count as waiting, it copied `loaded_blocks` from its host memory. Computing these would
+    have taken it `spared_seconds`; 0: not known.
     """
 
     wait_seconds: float
     ahead_tokens: int
     ahead_of: str
     when: WorkerTime | None = field(default=None, compare=False)
+    loaded_blocks: int = 0
+    load_seconds: float = 0.0
+    spared_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ RUNBOOK: Final = "/page/runbook"
 
 
 class Cause(StrEnum):
-    """The first group is about time, the second about early ends, the third about the prefix cache."""
+    """The first group is about time, the second about early ends, the third about the prefix cache.
+
+    LOADED is about both: cached blocks that were copied from host memory, and the time of that.
+    """
 
     NOT_KNOWN = "not_known"
 
@@ -31,6 +34,7 @@ class Cause(StrEnum):
     MANAGER_AWAY = "manager_away"
     STALLED = "stalled"
     HEAD_OF_LINE = "head_of_line"
+    LOADED = "loaded"
     PREFILL = "prefill"
     DECODE = "decode"
     SLOW_DECODE = "slow_decode"
@@ -129,6 +133,11 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.HEAD_OF_LINE: Advice(
         "Set --long-prefill-cap at the workers, so that one long prompt does not hold up the others.",
         "quireslowtokens",
+    ),
+    Cause.LOADED: Advice(
+        "Do nothing if that is faster than computing, and give the workers more memory for blocks if it takes much of "
+        "the time.",
+        "loaded-from-host-memory",
     ),
     Cause.PREFILL: Advice(
         "Let prompts begin with text that is cached, shorten them, or take faster workers.", "quireslowfirsttoken"

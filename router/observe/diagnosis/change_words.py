@@ -48,6 +48,7 @@ _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.BLOCKS: Cause.BLOCKS,
     Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
+    Phase.LOADING: Cause.LOADED,
     Phase.PREFILL: Cause.PREFILL,
     Phase.STALLED: Cause.STALLED,
     Phase.DECODE: Cause.DECODE,

@@ -33,6 +33,7 @@ class Phase(StrEnum):
     MESSAGES = "messages"  # of BLOCKS: what the KV manager did not let it wait; in no record
     MANAGER_AWAY = "manager_away"
     PREFILL_WAIT = "prefill_wait"
+    LOADING = "loading"
     PREFILL = "prefill"
     STALLED = "stalled"
     DECODE = "decode"
@@ -56,8 +57,9 @@ class Outcome:
     its KV manager have pages in place of blocks. `shared_tokens` begin the prompt and an earlier one of its cache
     domain. `ahead_tokens` are positions that its worker computed for others between its admission and its own first
     step, most of them for `ahead_of`. `gaps` are the times between two events of output that a client sees, `late_gaps`
-    those above the objective of the router. `kept` names the tail rules that keep it. `index` is what the prefix index
-    said (`IndexAnswer.words`): empty for a whole answer.
+    those above the objective of the router. Its workers copied `loaded_blocks` from host memory in `load_seconds`, and
+    would have computed them in `spared_seconds`; 0: not known. `kept` names the tail rules that keep it. `index` is
+    what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
     """
 
     time_ns: int = 0
@@ -86,6 +88,7 @@ class Outcome:
     preemptions: int = 0
     moves: int = 0
     ahead_tokens: int = 0
+    loaded_blocks: int = 0
     other_domain_tokens: int = 0
     shared_tokens: int = 0
     sequences: int = 0
@@ -97,6 +100,8 @@ class Outcome:
     client_longest: float = 0.0
     unread_before: float = 0.0
     usual_gap: float = 0.0
+    load_seconds: float = 0.0
+    spared_seconds: float = 0.0
 
     @property
     def first_token_s(self) -> float:
@@ -124,7 +129,9 @@ _TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
-_SECONDS: Final = ("client_longest", "longest_gap", "usual_gap", "unread_before")
+_SECONDS: Final = (
+    "client_longest", "longest_gap", "usual_gap", "unread_before", "load_seconds", "spared_seconds"
+)  # fmt: skip
 # Texts that name other requests or tenants: the public plane leaves them out, with the counts that go with them.
 PRIVATE_TEXTS: Final = ("other_domain", "ahead_of")
 PRIVATE_COUNTS: Final = ("other_domain_tokens", "shared_tokens")

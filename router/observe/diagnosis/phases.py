@@ -28,6 +28,7 @@ LABELS: Final = {
     Phase.MESSAGES: "messages with the KV manager",
     Phase.MANAGER_AWAY: "without a KV manager",
     Phase.PREFILL_WAIT: "behind other prompts",
+    Phase.LOADING: "loading blocks from host memory",
     Phase.PREFILL: "computing its prompt",
     Phase.STALLED: "lacking further blocks",
     Phase.DECODE: "sampling its tokens",
@@ -38,7 +39,7 @@ LABELS: Final = {
     Phase.CLIENT: "waiting for the client",
 }
 # Phases in which the request itself is worked on.
-WORK: Final = frozenset({Phase.PREFILL, Phase.DECODE})
+WORK: Final = frozenset({Phase.LOADING, Phase.PREFILL, Phase.DECODE})
 # An event that the client leaves unread for longer has nothing to do with a busy event loop.
 SLOW_READ_S: Final = 0.25
 # A shorter wait at the KV manager is none.
@@ -54,6 +55,7 @@ _ALWAYS: Final = {
     Phase.MESSAGES: Cause.MESSAGES,
     Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
+    Phase.LOADING: Cause.LOADED,
     Phase.STALLED: Cause.STALLED,
     Phase.PREEMPTED: Cause.PREEMPTED,
     Phase.MOVED: Cause.WORKER_LOST,
@@ -224,6 +226,15 @@ def _ahead_words(outcome: Outcome) -> str:
     return f"it had its blocks, and {words}"
 
 
+def loaded_words(outcome: Outcome) -> str:
+    """Return what was loaded from host memory, in which time, and what computing it would have taken."""
+    blocks = count(outcome.loaded_blocks, "block")
+    tokens = count(outcome.loaded_blocks * outcome.block_size, "token")
+    rate = f" (about {duration(outcome.spared_seconds)} at its rate)" if outcome.spared_seconds else ""
+    took = f"{blocks} from host memory in {duration(outcome.load_seconds)}"
+    return f"{_worker(outcome)} loaded {took} instead of computing {tokens}{rate}"
+
+
 def _prefill_words(seconds: float, outcome: Outcome) -> str:
     computed = max(1, outcome.prompt_tokens - outcome.cached_tokens)
     each = duration(seconds / computed)
@@ -270,7 +281,11 @@ def _seconds_without_blocks(preemption: Preemption, history: RequestHistory) -> 
 
 def preemption_words(preemption: Preemption, unit: str) -> str:
     freed = count(preemption.blocks_freed, unit)
-    return f"its {freed} went to {preemption.beneficiary or 'another request'} ({preemption.reason})"
+    words = f"its {freed} went to {preemption.beneficiary or 'another request'} ({preemption.reason})"
+    if not preemption.loadable_tokens:
+        return words
+    kept = count(preemption.loadable_tokens, "token")
+    return f"{words}, and host memory takes what {kept} need, to be loaded again"
 
 
 def _moved_words(history: RequestHistory) -> str:
@@ -313,6 +328,7 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]]
     ),
     Cause.STALLED: lambda seconds, history, outcome: _stalled_words(history, outcome),
     Cause.HEAD_OF_LINE: lambda seconds, history, outcome: _ahead_words(outcome),
+    Cause.LOADED: lambda seconds, history, outcome: loaded_words(outcome),
     Cause.PREFILL: lambda seconds, history, outcome: _prefill_words(seconds, outcome),
     Cause.DECODE: lambda seconds, history, outcome: _decode_words(seconds, outcome),
     Cause.SLOW_DECODE: lambda seconds, history, outcome: _slow_decode_words(outcome),

@@ -13,6 +13,7 @@ from router.contracts.index_answer import IndexSaid
 from router.observe.diagnosis.causes import Cause, advice_for
 from router.observe.diagnosis.index_words import index_said, index_words
 from router.observe.diagnosis.outcome import Outcome
+from router.observe.diagnosis.phases import loaded_words
 from router.observe.diagnosis.request_history import Option, Placement, RequestHistory
 from router.observe.diagnosis.verdict import Verdict
 from router.observe.diagnosis.words import count, duration
@@ -41,13 +42,22 @@ _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
 
 
 def prefix_verdict(history: RequestHistory) -> Verdict | None:
-    """Return why no more was cached; None where all that can be cached was, or where the request got no blocks."""
+    """Return why no more was cached, and what was loaded from host memory.
+
+    None where all that can be cached was in blocks, or where the request got no blocks.
+    """
     outcome = history.outcome
-    if outcome is None or not outcome.miss or (outcome.miss in _NO_MISS and not _ends_in_a_block(outcome)):
+    if outcome is None or not outcome.miss:
         return None
-    cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(history, outcome)
     whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
-    sentence = f"{whole}: {_words(cause, history, outcome)}."
+    loaded = loaded_words(outcome) if outcome.loaded_blocks else ""
+    if outcome.miss in _NO_MISS and not _ends_in_a_block(outcome):
+        verdict = Verdict(
+            Cause.LOADED, 0.0, f"{whole}; {loaded}.", _evidence(history, outcome), advice_for(Cause.LOADED)
+        )
+        return verdict if loaded else None
+    cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(history, outcome)
+    sentence = f"{whole}: {_words(cause, history, outcome)}." + (f" {loaded}." if loaded else "")
     return Verdict(cause, 0.0, sentence, _evidence(history, outcome), advice_for(cause))
 
 

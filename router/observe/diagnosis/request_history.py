@@ -93,12 +93,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
+    """A sequence lost its blocks. The sealed ones of `loadable_tokens` go to host memory if they are evicted."""
+
     time_ns: int
     victim: str
     beneficiary: str
     reason: str
     blocks_freed: int
     tokens_lost: int
+    loadable_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,6 @@ def _grant(decision: Decision) -> Grant:
 
 
 def _preemption(decision: Decision) -> Preemption:
-    freed, lost = _number(decision, "blocks_freed"), _number(decision, "tokens_lost")
+    numbers = (_number(decision, name) for name in ("blocks_freed", "tokens_lost", "loadable_tokens"))
     reason = _first(decision.reasons)
-    return Preemption(decision.time_ns, decision.victim, decision.beneficiary, reason, freed, lost)
+    return Preemption(decision.time_ns, decision.victim, decision.beneficiary, reason, *numbers)

@@ -43,6 +43,7 @@ class Step:
 class Diagnosis:
     """Why a request took its time or ended early, and why no more of its prompt was cached (None: there was no miss).
 
+    Where all was cached and blocks were loaded from host memory, `prefix` says that.
     `missing` names what the records do not say. `total_s` and `first_token_s` are None where they are not known.
     """
 
@@ -59,7 +60,7 @@ class Diagnosis:
 
 def advised(found: Diagnosis) -> list[Verdict]:
     """Return the verdicts whose advice counts; a prompt that was only computed is best helped by its prefix."""
-    if found.prefix is None or found.prefix.cause is Cause.NOT_KNOWN:
+    if found.prefix is None or found.prefix.cause in (Cause.NOT_KNOWN, Cause.LOADED):
         return [found.verdict]
     verdict = found.verdict
     if verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES) and verdict.advice is advice_for(verdict.cause):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.contracts.types import FinishReason
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2
 from router.contracts.events import Admitted
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import Harness, ends_of, frontend_over, in_background, request
@@ -72,4 +74,48 @@ async def test_hits_that_were_lost_with_a_worker_before_the_first_token_are_comp
         hits = second if recounted is None else recounted
         assert (usage.cached_tokens, usage.recomputed_tokens) == (cached, 10 - max(first, hits))
         assert counted(harness) == cached
+        await other.kill()
+
+
+async def started_with_loads(harness: Harness, worker: FakeWorker, blocks: int, handle: int = 1) -> None:
+    """Let a sequence start whose blocks were loaded, and wait until the router knows that."""
+    await worker.until(lambda: bool(worker.submits))
+    worker.step(admitted={handle: 40})
+    worker.step(started=[pb.SequenceStarted(handle=handle, loaded_blocks=blocks)])
+
+
+@pytest.mark.parametrize(("blocks", "hosted"), [(2, 8), (11, 40)], ids=["two of the blocks", "no more than is cached"])
+async def test_a_stop_text_ends_a_request_that_was_loaded_as_its_start_said(blocks: int, hosted: int) -> None:
+    worker = FakeWorker()
+    stopping = request(prompt=48, max_tokens=8, stop=("<100>",))
+    async with frontend_over(worker) as harness, in_background(harness, stopping) as task:
+        await started_with_loads(harness, worker, blocks)
+        worker.step({1: [100]})
+        usage = ends_of(await task)[0].usage
+        assert (usage.cached_tokens, usage.host_cached_tokens) == (40, hosted)
+
+
+async def test_the_worker_that_ends_a_request_says_what_of_it_was_loaded() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(prompt=48, max_tokens=1)) as task:
+        await started_with_loads(harness, worker, 2)
+        said = types_pb2.Usage(prompt_tokens=48, cached_tokens=40, output_tokens=1, host_cached_tokens=16)
+        end = pb.SequenceFinished(handle=1, reason=types_pb2.FINISH_REASON_LENGTH, usage=said)
+        worker.step({1: [100]}, ended=[end])
+        usage = ends_of(await task)[0].usage
+        assert (usage.cached_tokens, usage.host_cached_tokens) == (40, 16)
+
+
+async def test_another_worker_does_not_change_what_was_loaded_for_the_first_run() -> None:
+    dying, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(dying) as harness, in_background(harness, request(prompt=48, max_tokens=2)) as task:
+        await started_with_loads(harness, dying, 1)
+        dying.step({1: [100]})
+        await other.start()
+        harness.pool.add_worker(other.address)
+        await harness.connected(2)
+        await dying.kill()
+        await started_with_loads(harness, other, 2)
+        other.step({1: [101]}, finished={1: FinishReason.LENGTH})
+        assert ends_of(await task)[0].usage.host_cached_tokens == 4
         await other.kill()

@@ -195,3 +195,35 @@ def test_a_router_that_had_stood_still_when_a_request_came_says_so() -> None:
     told.admitted(2.5)
     assert told.log.outcome("", "w0", 1).unread_before == 1.5
     assert Told((-1.5, -0.5)).log.outcome("", "w0", 1).unread_before == 0.0
+
+
+def loads(done: float, blocks: int, load_seconds: float, spared: float, waited: float = 0.0) -> SequenceStarted:
+    return SequenceStarted(waited, 0, "", at(done), blocks, load_seconds, spared)
+
+
+def test_copies_from_host_memory_are_a_phase_of_their_own_and_not_the_prefill() -> None:
+    told = Told()
+    told.admitted(2.5)
+    told.follow(loads(4.0, 47, 0.75, 3.5, waited=0.25), 4.0)
+    told.follow(tokens(4.5), 4.5)
+    told.follow(end(5.0), 5.0)
+    before = {"blocks": 0.5, "prefill_wait": 0.25, "loading": 0.75, "prefill": 1.0}
+    assert told.seconds() == (before, {"decode": 0.5})
+    outcome = told.log.outcome("", "w0", 1)
+    assert (outcome.loaded_blocks, outcome.load_seconds, outcome.spared_seconds) == (47, 0.75, 3.5)
+
+
+def test_what_a_preempted_sequence_loads_is_taken_off_the_preemption() -> None:
+    told = Told()
+    told.admitted(2.5)
+    told.follow(loads(3.0, 2, 0.0625, 0.25), 3.0)
+    told.follow(tokens(3.5), 3.5)
+    told.follow(Preempted(at(4.0)), 4.0)
+    told.admitted(5.0)
+    told.follow(loads(6.0, 3, 0.25, 0.5), 6.0)
+    told.follow(tokens(6.5), 6.5)
+    told.follow(end(7.0), 7.0)
+    before = {"blocks": 0.5, "loading": 0.06, "prefill": 0.94}
+    assert told.seconds() == (before, {"decode": 1.0, "loading": 0.25, "preempted": 2.25})
+    outcome = told.log.outcome("", "w0", 1)
+    assert (outcome.loaded_blocks, outcome.load_seconds, outcome.spared_seconds) == (5, 0.3125, 0.75)

@@ -32,7 +32,7 @@ from router.workers.codec import (
     refusal_from_proto,
     submit_to_proto,
 )
-from router.workers.worker_events import Lost, PromptScored, Refused, TokensSampled, WorkerTime
+from router.workers.worker_events import Lost, PromptScored, Refused, SequenceStarted, TokensSampled, WorkerTime
 
 GROUPS = (KvGroup(KvGroupKind.FULL, 0, 2, (0, 3)), KvGroup(KvGroupKind.CHUNK, 64, 1, (1, 2)))
 FLAGS = ("manager_attached", "draining", "migrating")
@@ -131,3 +131,10 @@ def test_a_status_with_a_code_that_nobody_knows_is_an_error_of_ours() -> None:
     """Found by `make fuzz`: it was a KeyError."""
     refused = pb.Refused(status=status_pb2.Status(code=-(2**31), message="odd").SerializeToString())
     assert str(refusal_from_proto(refused).error) == "UNKNOWN: odd"
+
+
+@pytest.mark.parametrize(("said", "known"), [(0.25, 0.25), (float("nan"), 0.0), (float("inf"), 0.0), (-1.0, 0.0)])
+def test_a_start_says_what_was_loaded_from_host_memory(said: float, known: float) -> None:
+    started = pb.SequenceStarted(handle=1, loaded_blocks=47, load_seconds=said, spared_seconds=said)
+    ((_, event),) = events_of(pb.StepOutputs(started=[started]))
+    assert event == SequenceStarted(0.0, 0, "", None, 47, known, known)

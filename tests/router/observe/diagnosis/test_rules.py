@@ -16,7 +16,7 @@ from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of, texts_of
 from router.observe.diagnosis.request_history import request_history
 from router.observe.diagnosis.rules import diagnose
-from router.observe.diagnosis.verdict import Diagnosis
+from router.observe.diagnosis.verdict import Diagnosis, advised
 
 R = "r1"
 CALM = Outcome(
@@ -621,6 +621,65 @@ def test_a_prompt_that_diverges_within_a_block_says_how_much_of_it_was_copied() 
     assert found is not None
     assert found.sentence.startswith("60 of 100 prompt tokens were cached: ")
     assert found.sentence.endswith("from token 48 on (partial block: 12 slots are copied from block 7).")
+
+
+LOADED = replace(
+    CALM,
+    before=seconds(loading=0.003, prefill=0.01),
+    after=seconds(decode=0.1),
+    prompt_tokens=760,
+    cached_tokens=752,
+    loaded_blocks=47,
+    load_seconds=0.003,
+    spared_seconds=0.41,
+)
+LOADS = "w0 loaded 47 blocks from host memory in 3.0 ms instead of computing 752 tokens"
+DIVERGED = "w0 has seen no prompt that is the same from token 752 on"
+
+
+def test_what_was_loaded_from_host_memory_is_told_with_what_computing_it_would_take() -> None:
+    found = asked(LOADED, routed(), granted(0.0))
+    assert found.prefix is not None
+    assert found.prefix.sentence == f"752 of 760 prompt tokens were cached; {LOADS} (about 410 ms at its rate)."
+    assert (found.prefix.cause, found.prefix.advice.anchor) == (Cause.LOADED, "loaded-from-host-memory")
+    assert [(each.phase, each.cause) for each in found.phases[:2]] == [
+        (Phase.LOADING, Cause.LOADED),
+        (Phase.PREFILL, Cause.PREFILL),
+    ]
+    assert advised(found) == [found.verdict], "that it was loaded wants no advice"
+    unlearnt = asked(replace(LOADED, spared_seconds=0.0), routed(), granted(0.0)).prefix
+    assert unlearnt is not None
+    assert unlearnt.sentence == f"752 of 760 prompt tokens were cached; {LOADS}."
+
+
+def test_why_no_more_was_cached_is_told_with_what_was_loaded() -> None:
+    missed = replace(LOADED, prompt_tokens=1000, miss="diverged_at", diverged_at=47)
+    found = asked(missed, routed(), granted(0.0)).prefix
+    assert found is not None
+    assert (found.cause, found.sentence) == (
+        Cause.DIVERGED,
+        f"752 of 1,000 prompt tokens were cached: {DIVERGED}. {LOADS} (about 410 ms at its rate).",
+    )
+
+
+def test_loads_that_took_most_of_the_time_are_the_verdict() -> None:
+    slow = replace(LOADED, before=seconds(loading=0.9, prefill=0.1), load_seconds=0.9)
+    found = asked(slow, routed(), granted(0.0)).verdict
+    assert (found.cause, found.share, found.advice.anchor) == (Cause.LOADED, 0.9 / 1.1, "loaded-from-host-memory")
+    assert found.sentence == (
+        "Nothing held it up: 82 % of its 1.1 s: w0 loaded 47 blocks from host memory in 900 ms instead of computing "
+        "752 tokens (about 410 ms at its rate)."
+    )
+
+
+def test_a_preemption_says_what_host_memory_keeps_of_it() -> None:
+    slow = replace(CALM, preemptions=1, before=seconds(prefill=0.1), after=seconds(decode=0.2, preempted=1.7))
+    record = preempted()
+    kept = replace(record, figures=(*record.figures, ("loadable_tokens", 96.0)))
+    assert asked(slow, routed(), granted(0.0), kept).verdict.sentence == (
+        "85 % of its 2.0 s: it was preempted: its 7 blocks went to r9 (a higher priority waits), and host memory takes "
+        "what 96 tokens need, to be loaded again."
+    )
 
 
 def test_a_worker_that_was_full_and_held_the_prefix_is_named() -> None:
