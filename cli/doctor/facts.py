@@ -65,6 +65,8 @@ class Facts:
     ports: tuple[PortUse, ...]
     folder: str
     folder_writable: bool
+    # What all workers together are to take of the host's memory for blocks that left their KV pools.
+    host_memory: int = 0
     # Variables that name a proxy, and whether no_proxy keeps this machine's own addresses from it.
     proxies: tuple[str, ...] = ()
     proxies_spare_loopback: bool = False
@@ -97,6 +99,7 @@ def look(settings: UpSettings) -> Facts:
         ports=tuple(each for each in _ports(settings) if each.port > 0),
         folder=str(settings.state_dir),
         folder_writable=os.access(folder, os.W_OK),
+        host_memory=(settings.host_memory or 0) * len(cpus_of_workers(settings.workers, here())),
         proxies=tuple(sorted(name for name in os.environ if name.lower() in _PROXIES and os.environ[name])),
         proxies_spare_loopback=any(spares_loopback(os.environ.get(name, "")) for name in ("no_proxy", "NO_PROXY")),
     )

@@ -108,6 +108,9 @@ def _kernels(facts: Facts) -> Verdict:
 
 def _memory(facts: Facts) -> Verdict:
     found = f"{_gib(facts.memory_free)} free of {_gib(facts.memory_total)}"
+    if facts.host_memory > facts.memory_free:
+        todo = f"--host-memory asks for {_gib(facts.host_memory)} in all; ask for less, or leave it out"
+        return Verdict("memory", "fail", found, todo)
     if facts.memory_free >= _LEAST_MEMORY:
         return Verdict("memory", "ok", found)
     todo = "a small model needs about 2 GiB; --kv-memory 256MiB makes the KV pool smaller"

@@ -30,12 +30,14 @@ _UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 class Ledgers:
     """What the KV manager says: what stands still in the ledger of a worker, or why it says nothing.
 
-    `held` are the blocks of each group of layers; it is empty where a pool counts blocks.
+    `held` are the blocks of each group of layers; it is empty where a pool counts blocks. `host` are those in host
+    memory, by worker; it is empty where no worker has any.
     """
 
     stalled: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     held: str = ""
+    host: str = ""
 
 
 class StatusView:
@@ -75,6 +77,8 @@ class StatusView:
             yield Text(pages)
         if self._ledgers.held:
             yield Text(f"Groups of layers: {self._ledgers.held}")
+        if self._ledgers.host:
+            yield Text(f"Host memory: {self._ledgers.host}")
 
 
 def _pooling(model: Model) -> str:

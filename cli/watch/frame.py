@@ -53,6 +53,7 @@ def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[T
         *map(Text, _managers(snapshot)),
         *([Text(snapshot.pages)] if snapshot.pages else []),
         *([Text(f"groups of layers: {snapshot.held}")] if snapshot.held else []),
+        *([Text(f"host memory: {snapshot.host}")] if snapshot.host else []),
         *(Text(f"! {each}", "yellow") for each in snapshot.troubles[:3]),
         Text(),
     ]

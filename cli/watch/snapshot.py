@@ -20,7 +20,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from router.observe.diagnosis.outcome import Outcome, outcome_of
-from router.observe.pool_words import held_words, pages_words
+from router.observe.pool_words import held_words, host_words, pages_words
 
 _PATIENCE_S: Final = 5.0
 
@@ -74,7 +74,8 @@ class Snapshot:
     """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first.
 
     `managers` say in words which KV manager of a group leads, `troubles` what is wrong, and `pages` what the pages are
-    where a pool counts these, `held` the blocks of each group of layers there; else both are empty.
+    where a pool counts these, `held` the blocks of each group of layers there; else both are empty. `host` are the
+    blocks in host memory, by worker; empty where no worker has any.
     """
 
     clock: str
@@ -87,6 +88,7 @@ class Snapshot:
     managers: tuple[str, ...] = ()
     pages: str = ""
     held: str = ""
+    host: str = ""
 
 
 async def taken(channel: grpc.aio.Channel) -> Snapshot:
@@ -106,7 +108,8 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     managers = tuple(f"{each.address} {role_of(each)}" for each in Status.from_proto(status).managers)
     figures = (status.version, status.queued_requests, status.running_requests)
     pages = pages_words(model.identity.kv_geometry, model.identity.block_size)
-    return Snapshot(clock, *figures, rows, ended, troubles, managers, pages, held_words(pools.values()))
+    of_pools = held_words(pools.values()), host_words(pools.values())
+    return Snapshot(clock, *figures, rows, ended, troubles, managers, pages, *of_pools)
 
 
 def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:

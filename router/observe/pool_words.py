@@ -41,6 +41,12 @@ def held_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
     return "; ".join(f"{name}: {count(used, 'block')} in use, {kept:,} cached" for name, (used, kept) in held.items())
 
 
+def host_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
+    """Return how many blocks each worker's host memory holds, and has room for; "" where no worker has any."""
+    found = [f"{each.worker_id} {each.host_held:,} of {each.host_frames:,}" for each in pools if each.host_frames]
+    return f"{listed(found, _MOST_NAMED)} blocks" if found else ""
+
+
 def _kind(group: KvGroup) -> str:
     match group.kind:
         case KvGroupKind.FULL:

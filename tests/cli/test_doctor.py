@@ -99,6 +99,17 @@ def test_each_lack_is_a_line_with_what_to_do(change: dict[str, object], name: st
     assert wrong - {"kernels"} == {name} - {"kernels"} - ({name} if state == "ok" else set())
 
 
+def test_host_memory_that_is_not_there_is_too_much() -> None:
+    asked = verdicts(replace(GOOD, host_memory=7 * GIB))["memory"]
+    assert asked == Verdict(
+        "memory",
+        "fail",
+        "6.0 GiB free of 8.0 GiB",
+        "--host-memory asks for 7.0 GiB in all; ask for less, or leave it out",
+    )
+    assert verdicts(replace(GOOD, host_memory=6 * GIB))["memory"].state == "ok"
+
+
 def test_a_level_that_was_asked_for_is_shown_beside_the_best() -> None:
     forced = replace(GOOD, level="avx512_bf16", asked_level="avx2")
     said = "native, for avx2, as QUIRE_CPU_LEVEL asks; the processor runs avx512_bf16"

@@ -126,7 +126,10 @@ def _worker(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
         "tokens_per_s": load.output_tokens_per_second,
         "blocks": load.num_blocks,
     }
-    names = ("in_use", "leased", "cached", "free", "preemptions", "evictions")
+    names = (
+        "in_use", "leased", "cached", "free", "preemptions", "evictions",
+        "host_frames", "host_held", "host_stores", "host_loads", "host_drops",
+    )  # fmt: skip
     held = [{"in_use": each.in_use, "cached": each.cached} for each in pool.groups] if pool is not None else []
     row |= {"groups": held}
     return row | {name: getattr(pool, name) if pool is not None else None for name in names}

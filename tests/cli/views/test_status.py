@@ -9,17 +9,19 @@ from rich.console import Console
 from cli.views.status import Ledgers, StatusView
 from quire.client import Model, Status
 from quire.inference.v1 import inference_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2 as types
+from router.observe.pool_words import host_words
 
 FULL = types.KvGroup(kind=types.KV_GROUP_KIND_FULL, pages=4)
 WINDOW = types.KvGroup(kind=types.KV_GROUP_KIND_WINDOW, span=1024, pages=21)
 
 
-def shown(*groups: types.KvGroup, held: str = "") -> list[str]:
+def shown(*groups: types.KvGroup, held: str = "", host: str = "") -> list[str]:
     identity = types.PoolIdentity(block_size=16, kv_geometry=types.KvGeometry(groups=groups))
     model = Model.from_proto(pb.GetModelResponse(model="m", identity=identity))
     console = Console(file=io.StringIO(), width=120)
-    console.print(StatusView(model, Status.from_proto(pb.GetStatusResponse()), Ledgers(held=held)))
+    console.print(StatusView(model, Status.from_proto(pb.GetStatusResponse()), Ledgers(held=held, host=host)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -35,3 +37,15 @@ def test_groups_of_layers_say_what_they_hold() -> None:
         "Groups of layers: full: 3 blocks in use, 0 cached"
     )
     assert [line for line in shown() if "Groups" in line] == []
+
+
+def test_workers_with_host_memory_say_how_much_of_it_is_used() -> None:
+    pools = [
+        kvmanager_pb2.Pool(worker_id="worker-0", host_frames=4096, host_held=1200),
+        kvmanager_pb2.Pool(worker_id="worker-1"),
+        kvmanager_pb2.Pool(worker_id="worker-2", host_frames=16),
+    ]
+    words = host_words(pools)
+    assert words == "worker-0 1,200 of 4,096 and worker-2 0 of 16 blocks"
+    assert shown(host=words)[2] == f"Host memory: {words}"
+    assert (host_words(pools[1:2]), [line for line in shown() if "Host" in line]) == ("", [])

@@ -62,6 +62,12 @@ def test_a_pool_of_pages_says_what_they_are() -> None:
     assert shown[shown.index(words) + 1] == "groups of layers: full: 3 blocks in use, 0 cached"
 
 
+def test_host_memory_is_a_line_of_its_own() -> None:
+    shown = lines(replace(SNAPSHOT, host="worker-0 7 of 512 blocks"))
+    at = lines().index("! gpuworker-5f7d9c6b8-x2x7q: no heartbeat for 7.1 s")
+    assert shown[at : at + 2] == ["host memory: worker-0 7 of 512 blocks", lines()[at]]
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 8)])
 @pytest.mark.parametrize("count", [0, 1, 500])
 def test_a_frame_fits_its_screen(width: int, height: int, count: int) -> None:

@@ -100,6 +100,7 @@ export class Overview {
         h("div", { class: "worker-head" }, h("a", { href: `#blocks/${encodeURIComponent(each.worker)}`, class: "id", "data-key": `worker-${each.worker}` }, each.worker), h("span", { class: each.state === "connected" ? "note" : "bad" }, words(each.state)), h("span", { class: "grow" }), h("span", { class: "note" }, `${count(each.running)} running, ${count(each.waiting)} waiting, ${rate(each.tokens_per_s)} tokens/s`)),
         known ? stack(parts, each.blocks, label) : h("p", { class: "empty" }, label),
         known ? h("p", { class: "counts" }, STATES.map(([name, title]) => h("span", {}, `${title} `, h("b", {}, count(each[name])))), h("span", {}, "Evicted ", h("b", {}, count(each.evictions))), h("span", {}, "Preempted ", h("b", {}, count(each.preemptions)))) : null,
+        each.host_frames ? h("p", { class: "counts" }, h("span", {}, "Host memory ", h("b", {}, `${count(each.host_held)} of ${count(each.host_frames)} blocks`)), h("span", {}, "Stored ", h("b", {}, count(each.host_stores))), h("span", {}, "Loaded ", h("b", {}, count(each.host_loads))), h("span", {}, "Dropped ", h("b", {}, count(each.host_drops)))) : null,
         each.groups.length ? h("p", { class: "counts" }, groups.map(({ name }, at) => h("span", {}, `${title(name)} `, h("b", {}, `${count(each.groups[at]?.in_use)} blocks in use, ${count(each.groups[at]?.cached)} cached`)))) : null,
       );
     });
