@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from cli.suite.stack import StackOptions
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.load import kill
 from tests.support.suite import cached_tokens, greedy, running_suite
+from tests.support.why import quire_why
 
 TOKENS = 12
 _random = random.Random(3)
@@ -49,3 +51,30 @@ async def test_a_preempted_sequence_loads_what_it_lost_and_a_new_manager_knows_t
         assert [each.tokens for each in again] == wanted
         assert [cached_tokens(each) for each in again] == [36] * 4
         await suite.until_all_free(1)
+
+
+async def test_why_says_what_was_loaded_and_what_computing_it_would_take(tmp_path: Path) -> None:
+    """The first talk leaves the pool, and comes back from host memory: nine blocks of four tokens."""
+    options = StackOptions(model=checkpoint("llama"), block_size=4, worker_flags=small_pool("--host-memory", "1MiB"))
+    async with running_suite(tmp_path, options) as suite:
+        for talk in TALKS:
+            await suite.generate(greedy(talk, TOKENS))
+        request = greedy(TALKS[0], TOKENS)
+        request.request_id = "back-again"
+        outcome = await suite.generate(request)
+        assert outcome.finished is not None
+        usage = outcome.finished.usage
+        assert (usage.cached_tokens, usage.host_cached_tokens) == (36, 36)
+        status, out, err = await quire_why(suite, "back-again")
+        assert (status, err) == (0, "")
+        found = " ".join(out.split())
+        loaded = (
+            r"36 of 37 prompt tokens were cached; worker-0 loaded 9 blocks from host memory in [\d.]+ m?s "
+            r"instead of computing 36 tokens \(about [\d.]+ m?s at its rate\)\."
+        )
+        assert re.search(loaded, found), out
+        assert "loading blocks from host memory" in found
+        assert "host memory: 9 of 9 shared blocks are loaded" in found
+        (pool,) = await suite.pools()
+        assert (pool.host_loads, pool.host_drops, pool.host_held > 0) == (9, 0, True)
+        assert pool.host_stores == pool.host_held
