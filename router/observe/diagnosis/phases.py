@@ -42,6 +42,8 @@ LABELS: Final = {
 WORK: Final = frozenset({Phase.LOADING, Phase.PREFILL, Phase.DECODE})
 # An event that the client leaves unread for longer has nothing to do with a busy event loop.
 SLOW_READ_S: Final = 0.25
+# A shorter duration is written as 0.0 ms.
+_LEAST_SHOWN_S: Final = 0.00005
 # A shorter wait at the KV manager is none.
 _LEAST_WAIT_S: Final = 0.001
 _ALWAYS: Final = {
@@ -231,8 +233,8 @@ def loaded_words(outcome: Outcome) -> str:
     blocks = count(outcome.loaded_blocks, "block")
     tokens = count(outcome.loaded_blocks * outcome.block_size, "token")
     rate = f" (about {duration(outcome.spared_seconds)} at its rate)" if outcome.spared_seconds else ""
-    took = f"{blocks} from host memory in {duration(outcome.load_seconds)}"
-    return f"{_worker(outcome)} loaded {took} instead of computing {tokens}{rate}"
+    took = duration(outcome.load_seconds) if outcome.load_seconds >= _LEAST_SHOWN_S else "under 0.1 ms"
+    return f"{_worker(outcome)} loaded {blocks} from host memory in {took} instead of computing {tokens}{rate}"
 
 
 def _prefill_words(seconds: float, outcome: Outcome) -> str:

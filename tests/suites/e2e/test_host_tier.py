@@ -69,11 +69,10 @@ async def test_why_says_what_was_loaded_and_what_computing_it_would_take(tmp_pat
         assert (status, err) == (0, "")
         found = " ".join(out.split())
         loaded = (
-            r"36 of 37 prompt tokens were cached; worker-0 loaded 9 blocks from host memory in [\d.]+ m?s "
+            r"36 of 37 prompt tokens were cached; worker-0 loaded 9 blocks from host memory in (under )?[\d.]+ m?s "
             r"instead of computing 36 tokens \(about [\d.]+ m?s at its rate\)\."
         )
         assert re.search(loaded, found), out
-        assert "loading blocks from host memory" in found
         assert "host memory: 9 of 9 shared blocks are loaded" in found
         (pool,) = await suite.pools()
         assert (pool.host_loads, pool.host_drops, pool.host_held > 0) == (9, 0, True)

@@ -650,6 +650,9 @@ def test_what_was_loaded_from_host_memory_is_told_with_what_computing_it_would_t
     unlearnt = asked(replace(LOADED, spared_seconds=0.0), routed(), granted(0.0)).prefix
     assert unlearnt is not None
     assert unlearnt.sentence == f"752 of 760 prompt tokens were cached; {LOADS}."
+    quick = asked(replace(LOADED, load_seconds=0.00004), routed(), granted(0.0)).prefix
+    assert quick is not None
+    assert "w0 loaded 47 blocks from host memory in under 0.1 ms instead of" in quick.sentence
 
 
 def test_why_no_more_was_cached_is_told_with_what_was_loaded() -> None:
