@@ -51,7 +51,7 @@ class Overview:
             "running": running_of(loads),
             "waiting": waiting_of(loads, status.queued_requests),
             "troubles": troubles(status, failure),
-            "workers": [_worker(each, pools.get(each.worker_id)) for each in loads.workers],
+            "workers": [worker_row(each, pools.get(each.worker_id)) for each in loads.workers],
             "history": columns(await in_steps(lambda each: each, self._history.each_point())),
             "hits": hits(outcome for _, outcome in ended),
             "slowest": [ended_of(*each) for each in slowest(ended)],
@@ -116,7 +116,7 @@ def _group(group: KvGroup) -> Json:
     return {"name": name_of(group.kind, group.span), "pages": group.pages, "layers": len(group.layers)}
 
 
-def _worker(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
+def worker_row(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
     """Return one worker; without its pool, what the manager does not say is None."""
     row = {
         "worker": load.worker_id or load.address,

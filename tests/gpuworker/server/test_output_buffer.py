@@ -10,7 +10,7 @@ from common.contracts.lease import Admit
 from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
 from gpuworker.engine.ports import Started
-from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.outcomes import Loaded, SequenceFinished
 from gpuworker.server.output_buffer import OutputBuffer, Waited
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -145,10 +145,18 @@ def test_every_miss_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reaso
 
 
 def test_a_start_says_how_long_it_waited_and_for_whom_the_worker_computed(buffer: OutputBuffer) -> None:
-    buffer.started(3, Started(SequenceId(9), 0.25, 2048, "huge"))
+    buffer.started(3, Started(SequenceId(9), 0.25, 2048, "huge", Loaded(47, 0.5), 1.5))
     assert buffer
     assert list(buffer.take_outputs().started) == [
-        pb.SequenceStarted(handle=3, wait_seconds=0.25, ahead_tokens=2048, ahead_of="huge")
+        pb.SequenceStarted(
+            handle=3,
+            wait_seconds=0.25,
+            ahead_tokens=2048,
+            ahead_of="huge",
+            loaded_blocks=47,
+            load_seconds=0.5,
+            spared_seconds=1.5,
+        )
     ]
     assert not buffer.take_outputs().started
 

@@ -14,7 +14,7 @@ from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId
 from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan
 from gpuworker.engine.ports import Chunk
-from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.outcomes import Loaded, SequenceFinished
 from gpuworker.server.spans import SequenceSpans
 from tests.support.spans import CollectedSpans
 
@@ -179,6 +179,23 @@ def test_every_span_is_ended_exactly_once(traced: Traced) -> None:
     ids = [span.context.span_id for span in traced.ended()]
     assert len(ids) == len(set(ids)) == 3
     assert all(not span.is_recording() for span in traced.ended())
+
+
+def test_what_was_loaded_from_host_memory_is_an_event_and_a_figure_of_the_sequence(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.loaded(Loaded(47, 0.25))
+    usage = replace(USAGE, cached_tokens=32, host_cached_tokens=16)
+    traced.spans.finished(SequenceFinished(SEQUENCE, FinishReason.LENGTH, usage))
+    root = traced.named("sequence")
+    (event,) = [each for each in root.events if each.name == "loaded from host memory"]
+    assert dict(event.attributes or {}) == {"quire.loaded_blocks": 47, "quire.load_seconds": 0.25}
+    assert (root.attributes or {})["quire.host_cached_tokens"] == 16
+
+
+def test_a_sequence_that_loads_nothing_has_no_figure_of_it(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.finish()
+    assert "quire.host_cached_tokens" not in (traced.named("sequence").attributes or {})
 
 
 def test_the_decode_says_how_many_drafts_it_verified(traced: Traced) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from opentelemetry.trace import SpanContext
 
@@ -46,6 +48,13 @@ def test_a_step_says_what_it_computed_and_what_took_the_time() -> None:
         "quire.running_seconds": 0.75,
         "quire.finishing_seconds": 0.0625,
     }
+
+
+def test_a_step_that_copied_blocks_to_host_memory_says_how_long() -> None:
+    collected = CollectedSpans()
+    StepSpans(collected.tracer).add(replace(RECORD, copying=0.375), lambda _: None)
+    (span,) = collected.ended()
+    assert (span.attributes or {})["quire.copying_seconds"] == 0.375
 
 
 async def test_a_step_and_the_traced_requests_in_it_link_to_each_other() -> None:

@@ -20,7 +20,7 @@ from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.page.answers import json_of
 from router.api.page.blocks import Blocks
-from router.api.page.overview import columns, hits, slowest, troubles
+from router.api.page.overview import columns, hits, slowest, troubles, worker_row
 from router.api.page.query import Query
 from router.api.page.records import Records, record_of
 from router.api.page.requests import Requests
@@ -267,6 +267,14 @@ async def test_where_a_pool_counts_blocks_no_group_is_named() -> None:
     assert (await suite.blocks.map(Query("worker=w0")))["groups"] == ""
     one = await suite.blocks.one(Query("worker=w0&block=3"))
     assert (one["group"], one["pages"]) == (0, [])
+
+
+def test_a_worker_says_how_much_of_its_host_memory_is_used() -> None:
+    load = inference_pb2.WorkerLoad(worker_id="w0", num_blocks=64)
+    pool = pb.Pool(worker_id="w0", host_frames=512, host_held=7, host_stores=9, host_loads=3, host_drops=2)
+    names = ("host_frames", "host_held", "host_stores", "host_loads", "host_drops")
+    assert [worker_row(load, pool)[name] for name in names] == [512, 7, 9, 3, 2]
+    assert [worker_row(load, None)[name] for name in names] == [None] * 5
 
 
 def test_hits_by_reason() -> None:
