@@ -71,11 +71,11 @@ def loads(scale: float, pairs: int = 1) -> dict[str, Sizes]:
     chats = max(4, round(12 * scale))
     rows = max(4, round(12 * scale))
     whole = 4 * (192 + 32) // BLOCK_SIZE  # blocks of a conversation at its end
-    long = (64 + 448) // BLOCK_SIZE
+    long = (320 + 320) // BLOCK_SIZE
     return {
         "talks": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed), alone=True),
         "turns": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed)),
-        "swap": Sizes(rows * long // 2, rows, lambda seed: equal_requests(rows, 64, 448, seed, _VOCABULARY)),
+        "swap": Sizes(rows * long // 2, rows, lambda seed: equal_requests(rows, 320, 320, seed, _VOCABULARY)),
         "unused": Sizes(rows * 18 * (pairs + 2), rows, lambda seed: equal_requests(rows, 192, 32, seed, _VOCABULARY)),
         "no_reuse": Sizes(
             4 * (256 + 32) // BLOCK_SIZE, 3, lambda seed: equal_requests(2 * rows, 256, 24, seed, _VOCABULARY)

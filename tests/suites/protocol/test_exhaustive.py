@@ -24,6 +24,7 @@ SMALL = (
     *("break", "break_stop", "reset", "hand_over"),
     *("window_full", "window_full_break", "compound_break", "compound_pressure"),
     *("state_break", "state_break_reuse", "state_window", "state_drafts"),
+    "frames",
 )
 WIDE = tuple(name for name in TINY if name not in (*QUICK, *SMALL))
 WIDEST = "parts_aged"
