@@ -13,7 +13,7 @@ closed under prefixes, so a prompt's hits are a run of blocks and a run of frame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -59,13 +59,20 @@ class HostTier:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> list[FrameId]:
-        """Return the frames of the longest run of block_hashes[first:end] from its begin on."""
+    def find_run(
+        self, block_hashes: Items[BlockHash], first: int, end: int, ambiguous: Collection[BlockHash] = ()
+    ) -> list[FrameId]:
+        """Return the frames of the longest run of block_hashes[first:end] from its begin on.
+
+        It ends before a hash that two contents have.
+        """
         frames, run = self.frames, list[FrameId]()
         parent = block_hashes[first - 1] if first else ROOT
         for depth in range(first, end):
             frame = self.entries.get(block_hashes[depth])
             if frame is None or frames.index[frame] != depth or frames.parent[frame] != parent:
+                break
+            if ambiguous and block_hashes[depth] in ambiguous:
                 break
             run.append(frame)
             parent = block_hashes[depth]

@@ -370,14 +370,21 @@ class PrefixCache:
         """
         if block_hash in self.ambiguous:
             return True
-        first = self.entries.get(block_hash)
-        if first is None or (self._blocks.parent[first] == parent and self._blocks.index[first] == depth):
+        known = self._place_of(block_hash)
+        if known is None or known == (parent, depth):
             return False
         self.ambiguous.add(block_hash)
         if self.watched:
             self.touch_hash(block_hash)
-        self._leaves(block_hash, self._blocks.index[first])
+        self._leaves(block_hash, known[1])
         return True
+
+    def _place_of(self, block_hash: BlockHash) -> tuple[BlockHash | None, int] | None:
+        """Return the parent and the depth of what has a hash in a block, or else in a frame; None: nothing has it."""
+        columns, at = self._blocks, self.entries.get(block_hash)
+        if at is None and self.tier is not None:
+            columns, at = self.tier.frames, self.below.get(block_hash)
+        return None if at is None else (columns.parent[at], columns.index[at])
 
     def _leaves(self, key: BlockHash, depth: int) -> None:
         """Tell the index of a hash that is ambiguous now, or has no copy any more."""
@@ -477,7 +484,7 @@ class PrefixCache:
         block_hash, parent = blocks.hash[block], blocks.parent[block]
         if tier is None or block_hash is None or parent is None or block_hash in self.copies:
             return None
-        if block_hash in self.below or block_hash in self.ambiguous:
+        if block_hash in self.below:
             tier.touch(block_hash)
             return None
         taken = tier.take_frame(block_hash, parent, blocks.index[block])
@@ -544,7 +551,8 @@ class PrefixCache:
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
         if self.tier is not None:
             depths, known = self.tier.frames.index, self.entries
-            entries += [(key, depths[frame]) for key, frame in self.below.items() if key not in known]
+            only_below = (each for each in self.below.items() if each[0] not in known and each[0] not in ambiguous)
+            entries += [(key, depths[frame]) for key, frame in only_below]
         if self._runs:
             keys = {key for key, _ in entries}
             entries = [(key, depth) for key, depth in entries if keys.issuperset(self._keys_of(key))]

@@ -89,7 +89,7 @@ def match_prefix(store: BlockStore, block_hashes: Items[BlockHash], num_tokens: 
         return Matched(*match_in_window(cache, config, block_hashes, num_tokens, full))
     present, frames = cache.find_longest_prefix(block_hashes, full), list[FrameId]()
     if store.tier is not None:
-        frames = store.tier.find_run(block_hashes, len(present), full)
+        frames = store.tier.find_run(block_hashes, len(present), full, cache.ambiguous)
     match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present) + len(frames))
     hits = present[: match.hit_blocks]
     return Matched(hits, match, tuple(frames[: match.hit_blocks - len(hits)]))

@@ -115,7 +115,7 @@ class LedgerState:
         store, cache = self.store, self.store.cache
         if not self.config.prefix_caching or parent in cache.ambiguous or not self.follows_parent(block, parent):
             return False
-        known = block_hash in cache.entries or cache.ambiguous
+        known = block_hash in cache.entries or cache.ambiguous or block_hash in cache.below
         if known and cache.is_ambiguous(block_hash, parent, store.blocks.index[block]):
             cache.forget_pending(block)
             return False

@@ -127,6 +127,25 @@ def test_blocks_are_counted_from_any_place_on() -> None:
     assert ledger.leading_blocks((B, C, SAME), 1, 3) == 0
 
 
+def test_a_content_that_a_frame_has_is_compared_too() -> None:
+    ledger, replica = make_ledger(3, host_frames=8), IndexReplica()
+    admit(ledger, chained(1, A, SAME))
+    play(ledger, seal=((0, A), (1, SAME)))
+    finish(ledger, 1)
+    admit(ledger, chained(2, B, SAME))
+    assert ledger.look_up_prompt((A, SAME), 33).hit_blocks == 2, "both are in frames"
+    table = block_table(ledger, 2)
+    play(ledger, seal=((table[0], B), (table[1], SAME)))
+    assert [ledger.look_up_prompt(keys, 33).hit_blocks for keys in ((A, SAME), (B, SAME))] == [1, 1]
+    assert replica.apply(ledger.drain_index_events())
+    assert replica.depths == {A: 0, B: 0} == dict(ledger.index_snapshot().entries)
+    finish(ledger, 2)
+    run_through(ledger, 3, prompt(40, start=5000))
+    assert ledger.look_up_prompt((A, SAME), 33).hit_blocks == 1
+    assert replica.apply(ledger.drain_index_events())
+    assert replica.depths == dict(ledger.index_snapshot().entries)
+
+
 def test_a_hash_that_two_contents_have_leaves_the_index() -> None:
     ledger, replica = make_ledger(16), IndexReplica()
     shared_hash(ledger)
