@@ -151,10 +151,10 @@ def byte_figures(name: str, shape: Shape) -> Iterator[tuple[str, float, str]]:
     yield f"every_head_{name}", expanded / kept, "K and V of every head over latents"
 
 
-def _plane(shape: Mapping[str, object] = _SMALL) -> ModelPlane:
+def _plane(shape: Mapping[str, object] = _SMALL, impl: str = "transformers") -> ModelPlane:
     slots = _ROWS * (_PROMPT_TOKENS + _OUTPUT_TOKENS + 2 * _BLOCK_SIZE)
     options = {"device": "cpu", "dtype": "float32", "kv_blocks": slots // _BLOCK_SIZE, "block_size": _BLOCK_SIZE}
-    return data_plane(None, shape, model_impl="transformers", max_num_seqs=_ROWS, prefix_caching=False, **options)
+    return data_plane(None, shape, model_impl=impl, max_num_seqs=_ROWS, prefix_caching=False, **options)
 
 
 def _rates(worker: BenchWorker, seed: int) -> tuple[float, float]:
@@ -198,21 +198,26 @@ def _generated(plane: ModelPlane, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
-    """Yield the rates of a model whose layers keep states over those of `generate`: medians of rounds, in turns."""
-    plane = _plane(_HYBRID)
-    with plane_worker(plane, _BLOCK_SIZE) as worker:
+    """Yield the rates of a model whose layers keep states over those of `generate`: medians of rounds, in turns.
+
+    `hosted` is on transformers' code, `native` in C++.
+    """
+    hosted, native = _plane(_HYBRID), _plane(_HYBRID, "native")
+    with plane_worker(hosted, _BLOCK_SIZE) as on_theirs, plane_worker(native, _BLOCK_SIZE) as on_ours:
+        workers = {"hosted": on_theirs, "native": on_ours}
         for rows in (1, _ROWS):
-            ratios = []
+            ratios: dict[str, list[float]] = {name: [] for name in workers}
             for seed in range(rounds + 1):
                 prompts = random_prompts(rows, _PROMPT_TOKENS, seed)
-                run = worker.load(prompts, _OUTPUT_TOKENS)
-                ratios.append((run.prompt_tokens + run.tokens) / run.seconds / _generated(plane, prompts))
+                generated = _generated(hosted, prompts)
+                for name, worker in workers.items():
+                    run = worker.load(prompts, _OUTPUT_TOKENS)
+                    ratios[name].append((run.prompt_tokens + run.tokens) / run.seconds / generated)
                 progress(f"hybrid, batch {rows}: round {seed} of {rounds}")
-            median, least, most = median_interval(ratios[1:])
-            words = (
-                f"tokens/s of {rows} over transformers' generate, median of {rounds}; 95 % {least:.2f} to {most:.2f}"
-            )
-            yield f"hosted_hybrid_{rows}", median, words
+            for name, found in ratios.items():
+                median, least, most = median_interval(found[1:])
+                words = f"tokens/s of {rows} over transformers' generate, median of {rounds}; "
+                yield f"{name}_hybrid_{rows}", median, words + f"95 % {least:.2f} to {most:.2f}"
 
 
 _TRACES = "traces"

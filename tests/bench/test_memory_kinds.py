@@ -103,3 +103,4 @@ def test_the_engine_runs_both_ways() -> None:
     assert figures["decode_over_every_head"] > 0
     assert figures["hosted_hybrid_1"] > 0
     assert figures["hosted_hybrid_8"] > 0
+    assert min(figures["native_hybrid_1"], figures["native_hybrid_8"]) > 0
