@@ -31,7 +31,7 @@ WIDEST = "parts_aged"
 """It has more than a million states. Its first ones are searched, and `liveness.py` has many like it."""
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(each, marks=pytest.mark.rest) for each in SMALL)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in SMALL)])
 def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], ENOUGH)
     assert found.violation is None, found.trace
@@ -39,7 +39,7 @@ def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", (*SMALL, *WIDE))
 def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], 2 * FIRST)
     assert found.violation is None, found.trace

@@ -94,7 +94,7 @@ TIER_MUTANTS = (
         "a reset leaves what the manager knows of frames",
         ((PrefixCache, "clear_below", nothing),),
         Walks("frames_few", faults=(*ALL_FAULTS, *RESETS)),
-        ("I1", "I11", "I2"),
+        ("I1", "I2", "I5", "I11"),
     ),
     Mutant(
         "125",

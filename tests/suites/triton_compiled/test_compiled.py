@@ -74,7 +74,7 @@ def test_products_by_expert_run_on_the_units_of_the_chip(results: Results, chip:
     assert down.loads_ahead
 
 
-@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, StateStep)])
+@on_chips(name for name, workload in WORKLOADS.items() if isinstance(workload, StateStep))
 def test_a_step_of_states_is_one_kernel_with_many_programs_on_a_multiprocessor(
     results: Results, chip: int, name: str
 ) -> None:
