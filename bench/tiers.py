@@ -37,6 +37,7 @@ from gpuworker.memory.byte_plan import frame_bytes
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane
+from kvmanager.contracts.counts import Totals
 
 BLOCK_SIZE = 16
 SHAPES = {"small": SMALL, "128m": MEDIUM}
@@ -70,11 +71,11 @@ def loads(scale: float, pairs: int = 1) -> dict[str, Sizes]:
     """Return the loads; `scale` is that of the number of requests, `pairs` how often they come."""
     chats = max(4, round(12 * scale))
     rows = max(4, round(12 * scale))
-    whole = 4 * (192 + 32) // BLOCK_SIZE  # blocks of a conversation at its end
+    whole = 4 * (192 + 16) // BLOCK_SIZE  # blocks of a conversation at its end
     long = (320 + 320) // BLOCK_SIZE
     return {
-        "talks": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed), alone=True),
-        "turns": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 32, seed)),
+        "talks": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 16, seed), alone=True),
+        "turns": Sizes(chats * whole // 3, 3, lambda seed: conversations(chats, 4, 192, 16, seed)),
         "swap": Sizes(rows * long // 2, rows, lambda seed: equal_requests(rows, 320, 320, seed, _VOCABULARY)),
         "unused": Sizes(rows * 18 * (pairs + 2), rows, lambda seed: equal_requests(rows, 192, 32, seed, _VOCABULARY)),
         "no_reuse": Sizes(
@@ -85,12 +86,17 @@ def loads(scale: float, pairs: int = 1) -> dict[str, Sizes]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One run of a load with the host tier and one without; blocks that were copied into frames and out of them."""
+    """One run of a load with the host tier and one without; blocks that were copied into frames and out of them.
+
+    `redone` are full blocks that preemptions made the engines compute again, with the tier and without.
+    """
 
     tiered: Run
     plain: Run
     stores: int
     loads: int
+    redone_tiered: int
+    redone_plain: int
 
     @property
     def throughput(self) -> float:
@@ -132,22 +138,30 @@ def drive(worker: BenchWorker, sizes: Sizes, workload: Workload, salt: str) -> R
     return whole
 
 
+def _redone(totals: Totals) -> int:
+    return totals.recompute_query_blocks - totals.recompute_hit_blocks
+
+
 def measure(plane: ModelPlane, name: str, sizes: Sizes, pairs: int) -> Iterator[Pair]:
     """Yield `pairs` pairs of a load after one that warms up. Raises AssertionError where tokens differ."""
     frames = 6 * sizes.blocks
     with engines(plane, sizes, frames) as (tiered, plain):
+        engines_of = {"tiered": tiered, "plain": plain}
         for index in range(pairs + 1):
-            runs, before = dict[str, Run](), tiered.totals
+            runs, before = dict[str, Run](), {name: each.totals for name, each in engines_of.items()}
             for which in ("tiered", "plain") if index % 2 else ("plain", "tiered"):
-                worker = tiered if which == "tiered" else plain
-                runs[which] = drive(worker, sizes, sizes.workload(index), salt=f"{name}-{index}")
+                runs[which] = drive(engines_of[which], sizes, sizes.workload(index), salt=f"{name}-{index}")
             same = [each.tokens for _, each in sorted(runs["tiered"].records.items())]
             assert same == [each.tokens for _, each in sorted(runs["plain"].records.items())], "tokens differ"
-            stores, loads = (
-                tiered.totals.host_stores - before.host_stores,
-                tiered.totals.host_loads - before.host_loads,
+            totals = tiered.totals
+            pair = Pair(
+                runs["tiered"],
+                runs["plain"],
+                totals.host_stores - before["tiered"].host_stores,
+                totals.host_loads - before["tiered"].host_loads,
+                _redone(totals) - _redone(before["tiered"]),
+                _redone(plain.totals) - _redone(before["plain"]),
             )
-            pair = Pair(runs["tiered"], runs["plain"], stores, loads)
             if index:
                 progress(f"{name}: pair {index} of {pairs}, throughput {pair.throughput:.3f}", end=index == pairs)
                 yield pair
@@ -165,6 +179,11 @@ def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
     if name in RATIOS:
         figure = RATIOS[name]
         return {figure: ratio, f"{figure}_lower": lower, f"{figure}_upper": upper, **moved}
+    if name == "swap":
+        with_tier, without = (
+            sum(each) for each in zip(*((p.redone_tiered, p.redone_plain) for p in pairs), strict=True)
+        )
+        moved |= {"swap_redone": with_tier / without if without else 0.0, "swap_redone_plain": without / len(pairs)}
     figure = COSTS[name]
     return {figure: 1 / ratio, f"{figure}_lower": 1 / upper, f"{figure}_upper": 1 / lower, **moved}
 
@@ -175,6 +194,8 @@ NOTES = {
     "ttft_ratio_host": "mean time to first token of later turns, with the host tier over without; median of pairs",
     "throughput_ratio_host": "tokens a second of the same load, with over without",
     "swap_ratio": "seconds of sequences that outgrow the pool, with the host tier over without",
+    "swap_redone": "full blocks that preemptions made the engine compute again, with over without",
+    "swap_redone_plain": "such blocks of a run without the host tier, mean",
     "cost_when_unused": "seconds of a load of which nothing leaves the pool, with over without",
     "cost_without_reuse": "seconds of a load of which everything leaves and nothing comes back, with over without",
     "stores_turns": "blocks that were copied into frames in a run of the turns; loads: out of them",

@@ -39,7 +39,7 @@ def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", (*SMALL, *WIDE))
+@pytest.mark.parametrize("name", [*SMALL, *WIDE])
 def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], 2 * FIRST)
     assert found.violation is None, found.trace
