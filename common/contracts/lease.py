@@ -113,7 +113,7 @@ RETENTION_REASON: Final = "retention of the first evicted block: "
 PARTIAL_REASON: Final = "partial block: "
 """Begins the reason of a grant that says how much of a cached block is copied."""
 HOST_REASON: Final = "host memory: "
-"""Begins the reason of a grant that says how many of the shared blocks are loaded from frames of the host tier."""
+"""Begins the reason of a grant that says how many of the cached blocks are loaded from frames of the host tier."""
 LAST_BLOCK: Final = (1 << 31) - 1
 """The end of a range without an end."""
 

@@ -67,7 +67,7 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
     """Return in words what is special about a grant beside its hits."""
     reasons = list[str]()
     if plan.frames:
-        reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} shared blocks are loaded")
+        reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} cached blocks are loaded")
     if passes:
         reasons.append(_PASSES)
     elif sequence.by_age:
@@ -115,6 +115,8 @@ def record_grant(
         **({"tails": 1.0} if plan.tail else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
+    if plan.frames:
+        chosen = f"{plan.present} shared, {len(plan.frames)} loaded and {plan.fresh - len(plan.frames)} fresh blocks"
     if state.config.groups:
         chosen = f"{hits} shared blocks and {plan.fresh} fresh pages"
     kind = DecisionKind.GRANT

@@ -115,7 +115,7 @@ def test_a_grant_says_how_many_blocks_are_loaded() -> None:
     ledger.drain_decisions()
     run_through(ledger, 3, prompt(33))
     record = last(ledger, DecisionKind.GRANT)
-    assert "host memory: 2 of 2 shared blocks are loaded" in record.reasons
+    assert "host memory: 2 of 2 cached blocks are loaded" in record.reasons
     assert dict(record.figures)["host_blocks"] == 2.0
 
 
@@ -159,7 +159,7 @@ def test_a_preempted_sequence_loads_what_it_lost() -> None:
     record = last(ledger, DecisionKind.GRANT)
     assert (record.request_id, dict(record.figures)["host_blocks"]) == ("r2", 1.0)
     assert record.reasons[-2:] == (
-        "host memory: 1 of 2 shared blocks are loaded",
+        "host memory: 1 of 2 cached blocks are loaded",
         "computed again after a preemption",
     )
     assert host_totals(ledger) == (2, 1, 0)

@@ -45,7 +45,7 @@ def test_what_is_evicted_is_stored_and_what_is_stored_is_loaded() -> None:
     assert (totals.host_stores, totals.host_loads) == (6, 3)
     records = [each for each in made.drain_decisions() if each.kind is DecisionKind.GRANT]
     assert dict(records[-1].figures)["host_blocks"] == 3
-    assert f"{HOST_REASON}3 of 4 shared blocks are loaded" in records[-1].reasons
+    assert f"{HOST_REASON}3 of 4 cached blocks are loaded" in records[-1].reasons
 
 
 def test_a_content_that_a_frame_has_is_stored_once() -> None:

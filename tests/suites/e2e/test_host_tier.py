@@ -73,7 +73,7 @@ async def test_why_says_what_was_loaded_and_what_computing_it_would_take(tmp_pat
             r"instead of computing 36 tokens \(about [\d.]+ m?s at its rate\)\."
         )
         assert re.search(loaded, found), out
-        assert "host memory: 9 of 9 shared blocks are loaded" in found
+        assert "host memory: 9 of 9 cached blocks are loaded" in found
         (pool,) = await suite.pools()
         assert (pool.host_loads, pool.host_drops, pool.host_held > 0) == (9, 0, True)
         assert pool.host_stores == pool.host_held
