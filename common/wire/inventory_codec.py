@@ -13,7 +13,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import KEY_BYTES
 from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
 from common.contracts.limits import MAX_WORKER_SEQUENCES
-from common.contracts.types import BlockId
+from common.contracts.types import BlockHash, BlockId
 from common.wire import packing
 from common.wire.enum_codec import phase_from_proto, phase_to_proto
 from common.wire.lease_codec import reserve_from_proto, reserve_to_proto
@@ -49,6 +49,11 @@ _PACKED_FIELDS: Final = {
     "frame_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
     "frame_depths": _Column(4, packing.unpack_blocks),
     "frame_last_used": _Column(8, packing.unpack_u64),
+    "saved_frames": _Column(4, packing.unpack_blocks),
+    "saved_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "saved_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "saved_depths": _Column(4, packing.unpack_blocks),
+    "saved_last_used": _Column(8, packing.unpack_u64),
 }
 
 _T = TypeVar("_T")
@@ -67,6 +72,7 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
             for part in _slices(inventory.block_pages, room // 4)
         ),
         *map(_frames_to_proto, _slices(CachedBlocks.of(inventory.frames), room // _FRAME_BYTES)),
+        *map(_saved_to_proto, _slices(CachedBlocks.of(inventory.saved), room // _FRAME_BYTES)),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks
@@ -113,6 +119,17 @@ def _frames_to_proto(frames: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
     )
 
 
+def _saved_to_proto(saved: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
+    columns = CachedBlocks.of(saved)
+    return kvmanager_pb2.Inventory(
+        saved_frames=packing.pack_blocks(columns.blocks),
+        saved_hashes=packing.pack_hashes(columns.hashes),
+        saved_parent_hashes=packing.pack_hashes(columns.parent_hashes),
+        saved_depths=packing.pack_blocks(map(BlockId, columns.depths)),
+        saved_last_used=packing.pack_u64(columns.last_used),
+    )
+
+
 def _sequence_to_proto(sequence: InventorySequence) -> kvmanager_pb2.InventorySequence:
     return kvmanager_pb2.InventorySequence(
         reserve=reserve_to_proto(sequence.reserve),
@@ -137,13 +154,20 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
 
 @dataclass(frozen=True, slots=True)
 class InventoryBounds:
-    """How much an inventory may have: chunks, bytes of them, blocks of the worker and of its host memory, sequences."""
+    """How much an inventory may have: chunks, bytes of them, blocks of the worker and of its tiers, sequences."""
 
     messages: int = 4096
     bytes: int = 128 << 20
     blocks: int = 1 << 20
     frames: int = 0
+    saved: int = 0
     sequences: int = MAX_WORKER_SEQUENCES
+
+    def entries_of(self, column: str) -> int:
+        """Return how many entries a packed column may have."""
+        if column.startswith("saved"):
+            return self.saved
+        return self.frames if column.startswith("frame") else self.blocks
 
 
 class InventoryAssembler:
@@ -180,7 +204,7 @@ class InventoryAssembler:
                 (
                     f"entries of {name}",
                     len(columns[name]) + len(getattr(chunk, name)) // column.width,
-                    bounds.frames if name.startswith("frame") else bounds.blocks,
+                    bounds.entries_of(name),
                     "",
                 )
                 for name, column in _PACKED_FIELDS.items()
@@ -192,9 +216,21 @@ class InventoryAssembler:
                 raise ProtocolViolation(f"an inventory has {found} {what} so far; expected at most {most}{hint}")
 
     def _assemble(self) -> Inventory:
-        pool, *cached, groups, pages, frames, hashes, parents, depths, last_used = self._columns.values()
+        columns = tuple(self._columns.values())
+        (pool, *cached), (groups, pages), frames, saved = columns[:7], columns[7:9], columns[9:14], columns[14:]
         packing.parallel("cached_blocks", *cached[:4], *(cached[4:] if any(cached[4:]) else ()))
-        packing.parallel("frames", frames, hashes, parents, depths, last_used)
-        below = CachedBlocks(frames, hashes, [-1] * len(frames), last_used, parents, depths)
-        claims = CachedBlocks(*cached)
-        return Inventory(tuple(self._sequences), tuple(pool), claims, tuple(groups), tuple(pages), below)
+        packing.parallel("frames", *frames)
+        packing.parallel("saved_frames", *saved)
+        claims, below = CachedBlocks(*cached), (_placed(*frames), _placed(*saved))
+        return Inventory(tuple(self._sequences), tuple(pool), claims, tuple(groups), tuple(pages), *below)
+
+
+def _placed(
+    frames: Sequence[BlockId],
+    hashes: Sequence[BlockHash],
+    parents: Sequence[BlockHash],
+    depths: Sequence[int],
+    last_used: Sequence[int],
+) -> CachedBlocks:
+    """Return claims that say themselves where they stand."""
+    return CachedBlocks(frames, hashes, [-1] * len(frames), last_used, parents, depths)

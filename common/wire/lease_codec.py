@@ -32,7 +32,7 @@ from common.contracts.limits import (
 )
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from common.untrusted.ids import ID_WORDS, is_id
-from common.wire import packing
+from common.wire import move_codec, packing
 from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
 from common.wire.identity_codec import (
     identity_from_proto,
@@ -68,6 +68,7 @@ def attach_to_proto(attach: Attach) -> kvmanager_pb2.Attach:
         max_num_seqs=attach.max_num_seqs,
         reset=attach.reset,
         host_frames=attach.host_frames,
+        disk_frames=attach.disk_frames,
     )
 
 
@@ -92,6 +93,7 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
         max_num_seqs=message.max_num_seqs,
         reset=message.reset,
         host_frames=message.host_frames,
+        disk_frames=message.disk_frames,
     )
 
 
@@ -172,6 +174,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         message.trim_groups = bytes(report.trim_groups)
     if report.stalled is not None:
         message.stalled.sequences = packing.pack_sequences(report.stalled)
+    move_codec.pack_report(report, message)
     return message
 
 
@@ -200,8 +203,14 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         message.reset,
         _unpack_partials(message) if message.partial_of or message.partial_hashes else (),
         tuple(packing.unpack_sequences(message.copied)) if message.copied else (),
-        *(_unpack_groups(message) if message.bind_groups or message.trim_groups or message.bind_pages else ()),
+        *(_unpack_groups(message) if message.bind_groups or message.trim_groups or message.bind_pages else _NO_GROUPS),
+        move_codec.unpack_ends(message) if message.moved_ids or message.moved_ends else (),
+        move_codec.costs_from_proto(message.move_costs) if message.HasField("move_costs") else None,
+        message.disk_closed,
     )
+
+
+_NO_GROUPS: Final = ((), (), ())
 
 
 def _unpack_groups(message: kvmanager_pb2.Report) -> tuple[tuple[int, ...], tuple[BlockId, ...], tuple[int, ...]]:
@@ -286,6 +295,8 @@ def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
         message.tier_blocks = packing.pack_blocks(each.block for each in batch.tier)
         message.tier_frames = packing.pack_blocks(each.frame for each in batch.tier)
         message.tier_loads = bytes(each.load for each in batch.tier)
+    if batch.moves:
+        move_codec.pack_moves(batch.moves, message)
     return message
 
 
@@ -300,6 +311,7 @@ def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
         preempt=_unpack_preempts(message),
         cancel=tuple(packing.unpack_sequences(message.cancel)),
         tier=_unpack_tier(message) if message.tier_blocks or message.tier_frames or message.tier_loads else (),
+        moves=move_codec.unpack_moves(message) if message.move_ids or message.move_hashes else (),
     )
 
 

@@ -94,12 +94,17 @@ class WorkerRegistry:
 
     def _too_large(self, attach: Attach) -> AttachRejected | None:
         config, others = self._config, self._registrations.values()
-        for count, what in ((attach.num_blocks, "blocks"), (attach.host_frames, "blocks in host memory")):
+        for count, what in (
+            (attach.num_blocks, "blocks"),
+            (attach.host_frames, "blocks in host memory"),
+            (attach.disk_frames, "blocks on disk"),
+        ):
             if count > config.max_blocks_per_worker:
                 return _exceeds(f"{count} {what}", config.max_blocks_per_worker, "--max-blocks-per-worker")
         if len(others) >= config.max_workers:
             return _exceeds("one worker more", config.max_workers, "--max-workers", retry=True)
-        blocks = sum(each.num_blocks + each.host_frames for each in (attach, *(one.attach for one in others)))
+        attaches = (attach, *(one.attach for one in others))
+        blocks = sum(each.num_blocks + each.host_frames + each.disk_frames for each in attaches)
         if blocks > config.max_blocks:
             return _exceeds(f"{blocks} blocks with all other workers", config.max_blocks, "--max-blocks", retry=True)
         return None

@@ -189,7 +189,7 @@ class SessionHandler:
 
     def _bounds(self, worker: AttachedWorker) -> InventoryBounds:
         limits, attach = self._limits, worker.attach
-        sizes = attach.num_blocks, attach.host_frames
+        sizes = attach.num_blocks, attach.host_frames, attach.disk_frames
         return InventoryBounds(limits.inventory_messages, limits.inventory_bytes, *sizes)
 
     async def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> bool:

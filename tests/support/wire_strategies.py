@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from common.contracts import lease
+from common.contracts import lease, moves
 from common.contracts.errors import Mismatch
 from common.contracts.types import (
     TRIMMED,
@@ -69,6 +69,8 @@ attaches = st.builds(
     prefix_caching=st.booleans(),
     max_num_seqs=st.integers(1, 2**32 - 1),
     reset=u64,
+    host_frames=u32,
+    disk_frames=u32,
 )
 retained_blocks = st.builds(
     lambda first, count, priority, seconds: lease.RetainedBlocks(
@@ -93,6 +95,7 @@ reserves = st.builds(
     retention=tuples_of(retained_blocks, 3),
     partial_hashes=tuples_of(hashes),
 )
+seconds = st.just(0.0) | st.floats(1e-9, 1e9)
 reports = st.builds(
     lease.Report,
     step=u64,
@@ -112,7 +115,27 @@ reports = st.builds(
     bind_groups=tuples_of(st.integers(0, 255)),
     bind_pages=tuples_of(blocks),
     trim_groups=tuples_of(st.integers(0, 255)),
+    moved=tuples_of(st.tuples(u64, st.sampled_from(moves.MoveEnd))),
+    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds),
+    disk_closed=st.booleans(),
 )
+
+
+def _places(*media: moves.Medium) -> st.SearchStrategy[moves.Place]:
+    return st.builds(moves.Place, st.sampled_from(media), blocks)
+
+
+_BLOCK, _HOST, _DISK = moves.Medium.BLOCK, moves.Medium.HOST, moves.Medium.DISK
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> moves.Move:
+    """Saves and fetches; only at depth 0 a block has no parent."""
+    depth = draw(st.just(0) | u32)
+    ends = draw(st.tuples(_places(_BLOCK, _HOST), _places(_DISK)) | st.tuples(_places(_DISK), _places(_HOST)))
+    return moves.Move(draw(u64), draw(hashes), draw(hashes) if depth else BlockHash(b""), depth, *ends)
+
+
 batches = st.builds(
     lease.GrantBatch,
     lease_target=u32,
@@ -136,6 +159,7 @@ batches = st.builds(
     preempt=tuples_of(st.builds(lease.Preempt, sequences, text)),
     cancel=tuples_of(sequences),
     tier=tuples_of(st.builds(lease.TierCopy, blocks, blocks, st.booleans())),
+    moves=tuples_of(orders()),
 )
 rejections = st.builds(
     lease.AttachRejected, text, tuples_of(st.builds(Mismatch, text, text, text, text)), st.booleans()
@@ -158,6 +182,9 @@ def cached_blocks(draw: st.DrawFn) -> tuple[lease.CachedBlock, ...]:
     )
 
 
+placed = tuples_of(
+    st.builds(lease.CachedBlock, blocks, hashes, st.just(-1), u64, hashes, st.integers(0, 2**31 - 1)), 60
+).map(lease.CachedBlocks.of)
 inventories = st.builds(
     lease.Inventory,
     sequences=tuples_of(
@@ -176,7 +203,6 @@ inventories = st.builds(
     cached_blocks=cached_blocks(),
     block_groups=tuples_of(st.integers(0, 255), 60),
     block_pages=tuples_of(blocks, 60),
-    frames=tuples_of(
-        st.builds(lease.CachedBlock, blocks, hashes, st.just(-1), u64, hashes, st.integers(0, 2**31 - 1)), 60
-    ).map(lease.CachedBlocks.of),
+    frames=placed,
+    saved=placed,
 )

@@ -19,7 +19,7 @@ from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 from tests.support import wire_strategies as strategies
 
-BOUNDS = InventoryBounds(messages=10_000, bytes=1 << 24, blocks=10_000, frames=10_000)
+BOUNDS = InventoryBounds(messages=10_000, bytes=1 << 24, blocks=10_000, frames=10_000, saved=10_000)
 
 
 @given(strategies.identities)

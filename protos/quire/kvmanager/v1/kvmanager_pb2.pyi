@@ -267,6 +267,7 @@ class Attach(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     HOST_FRAMES_FIELD_NUMBER: _builtins.int
+    DISK_FRAMES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     """16 random bytes, new at each start. They are a secret between worker and manager: they prove that an attach comes
@@ -284,6 +285,8 @@ class Attach(_message.Message):
     """The id of the last reset of the prefix cache that this life of the worker carried out; 0: none."""
     host_frames: _builtins.int
     """Blocks that the worker can keep in host memory, beside those of its pool."""
+    disk_frames: _builtins.int
+    """Blocks that it can keep on disk."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     def __init__(
@@ -299,10 +302,11 @@ class Attach(_message.Message):
         max_num_seqs: _builtins.int = ...,
         reset: _builtins.int = ...,
         host_frames: _builtins.int = ...,
+        disk_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch_seen", b"epoch_seen", "host_frames", b"host_frames", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disk_frames", b"disk_frames", "epoch_seen", b"epoch_seen", "host_frames", b"host_frames", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,6 +334,11 @@ class Inventory(_message.Message):
     FRAME_PARENT_HASHES_FIELD_NUMBER: _builtins.int
     FRAME_DEPTHS_FIELD_NUMBER: _builtins.int
     FRAME_LAST_USED_FIELD_NUMBER: _builtins.int
+    SAVED_FRAMES_FIELD_NUMBER: _builtins.int
+    SAVED_HASHES_FIELD_NUMBER: _builtins.int
+    SAVED_PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    SAVED_DEPTHS_FIELD_NUMBER: _builtins.int
+    SAVED_LAST_USED_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -358,6 +367,12 @@ class Inventory(_message.Message):
     frame_parent_hashes: _builtins.bytes
     frame_depths: _builtins.bytes
     frame_last_used: _builtins.bytes
+    saved_frames: _builtins.bytes
+    """The same of what frames on disk hold."""
+    saved_hashes: _builtins.bytes
+    saved_parent_hashes: _builtins.bytes
+    saved_depths: _builtins.bytes
+    saved_last_used: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -379,10 +394,15 @@ class Inventory(_message.Message):
         frame_parent_hashes: _builtins.bytes = ...,
         frame_depths: _builtins.bytes = ...,
         frame_last_used: _builtins.bytes = ...,
+        saved_frames: _builtins.bytes = ...,
+        saved_hashes: _builtins.bytes = ...,
+        saved_parent_hashes: _builtins.bytes = ...,
+        saved_depths: _builtins.bytes = ...,
+        saved_last_used: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "saved_depths", b"saved_depths", "saved_frames", b"saved_frames", "saved_hashes", b"saved_hashes", "saved_last_used", b"saved_last_used", "saved_parent_hashes", b"saved_parent_hashes", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,6 +581,10 @@ class Report(_message.Message):
     BIND_GROUPS_FIELD_NUMBER: _builtins.int
     BIND_PAGES_FIELD_NUMBER: _builtins.int
     TRIM_GROUPS_FIELD_NUMBER: _builtins.int
+    MOVED_IDS_FIELD_NUMBER: _builtins.int
+    MOVED_ENDS_FIELD_NUMBER: _builtins.int
+    MOVE_COSTS_FIELD_NUMBER: _builtins.int
+    DISK_CLOSED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
     """Parallel arrays, in order of binding."""
@@ -594,6 +618,11 @@ class Report(_message.Message):
     """
     bind_pages: _builtins.bytes
     trim_groups: _builtins.bytes
+    moved_ids: _builtins.bytes
+    """Moves that have ended: uint64 ids, and a byte each: 0 done, 1 the source holds something else, 2 corrupt, 3 failed."""
+    moved_ends: _builtins.bytes
+    disk_closed: _builtins.bool
+    """No frame on disk holds anything for the rest of the session."""
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -601,6 +630,10 @@ class Report(_message.Message):
     @_builtins.property
     def stalled(self) -> Global___StalledSet:
         """The complete set of stalled sequences; absent when it did not change since the last report."""
+
+    @_builtins.property
+    def move_costs(self) -> Global___MoveCosts:
+        """Seconds of a block at present: to compute it in a prompt, and to read it from disk. Absent when unchanged."""
 
     def __init__(
         self,
@@ -629,16 +662,47 @@ class Report(_message.Message):
         bind_groups: _builtins.bytes = ...,
         bind_pages: _builtins.bytes = ...,
         trim_groups: _builtins.bytes = ...,
+        moved_ids: _builtins.bytes = ...,
+        moved_ends: _builtins.bytes = ...,
+        move_costs: Global___MoveCosts | None = ...,
+        disk_closed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs", "_stalled", b"_stalled", "move_costs", b"move_costs", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs", "_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "disk_closed", b"disk_closed", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "move_costs", b"move_costs", "moved_ends", b"moved_ends", "moved_ids", b"moved_ids", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__move_costs: _TypeAlias = _typing.Literal["move_costs"]  # noqa: Y015
+    _WhichOneofArgType__move_costs: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs"]  # noqa: Y015
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__move_costs) -> _WhichOneofReturnType__move_costs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stalled) -> _WhichOneofReturnType__stalled | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class MoveCosts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    READ_SECONDS_FIELD_NUMBER: _builtins.int
+    compute_seconds: _builtins.float
+    read_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        compute_seconds: _builtins.float = ...,
+        read_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveCosts: _TypeAlias = MoveCosts  # noqa: Y015
 
 @_typing.final
 class StalledSet(_message.Message):
@@ -746,7 +810,7 @@ Global___IdentityDifference: _TypeAlias = IdentityDifference  # noqa: Y015
 
 @_typing.final
 class GrantBatch(_message.Message):
-    """Columns are applied in the order: lease_target, tier, copy, admit, lease, reset, preempt, cancel."""
+    """Columns are applied in the order: lease_target, tier, copy, admit, lease, reset, moves, preempt, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -763,6 +827,14 @@ class GrantBatch(_message.Message):
     TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_FRAMES_FIELD_NUMBER: _builtins.int
     TIER_LOADS_FIELD_NUMBER: _builtins.int
+    MOVE_IDS_FIELD_NUMBER: _builtins.int
+    MOVE_HASHES_FIELD_NUMBER: _builtins.int
+    MOVE_PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    MOVE_DEPTHS_FIELD_NUMBER: _builtins.int
+    MOVE_SOURCES_FIELD_NUMBER: _builtins.int
+    MOVE_SOURCE_INDEXES_FIELD_NUMBER: _builtins.int
+    MOVE_TARGETS_FIELD_NUMBER: _builtins.int
+    MOVE_TARGET_INDEXES_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -781,6 +853,19 @@ class GrantBatch(_message.Message):
     """
     tier_frames: _builtins.bytes
     tier_loads: _builtins.bytes
+    move_ids: _builtins.bytes
+    """Blocks to be copied beside the steps, from a block or a host frame to disk, or from disk to a host frame. Parallel
+    arrays: uint64 ids, 16-byte hashes, those of the blocks before them (any bytes for the first block of a prompt),
+    numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk), and int32 indexes.
+    The target holds nothing until the worker has reported that the move is done.
+    """
+    move_hashes: _builtins.bytes
+    move_parent_hashes: _builtins.bytes
+    move_depths: _builtins.bytes
+    move_sources: _builtins.bytes
+    move_source_indexes: _builtins.bytes
+    move_targets: _builtins.bytes
+    move_target_indexes: _builtins.bytes
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
@@ -801,10 +886,18 @@ class GrantBatch(_message.Message):
         tier_blocks: _builtins.bytes = ...,
         tier_frames: _builtins.bytes = ...,
         tier_loads: _builtins.bytes = ...,
+        move_ids: _builtins.bytes = ...,
+        move_hashes: _builtins.bytes = ...,
+        move_parent_hashes: _builtins.bytes = ...,
+        move_depths: _builtins.bytes = ...,
+        move_sources: _builtins.bytes = ...,
+        move_source_indexes: _builtins.bytes = ...,
+        move_targets: _builtins.bytes = ...,
+        move_target_indexes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "move_depths", b"move_depths", "move_hashes", b"move_hashes", "move_ids", b"move_ids", "move_parent_hashes", b"move_parent_hashes", "move_source_indexes", b"move_source_indexes", "move_sources", b"move_sources", "move_target_indexes", b"move_target_indexes", "move_targets", b"move_targets", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,69 @@
+"""Moves of blocks' images between a worker's tiers, beside its steps: what M orders and how W says that they ended.
+
+Copies between blocks and frames of the host tier (`TierCopy`) are no moves: they run in the order of the steps. What
+takes longer, or may fail, comes to a frame of the host tier by a move, and from there to a block by a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from common.contracts.types import BlockHash, FrameId
+
+
+class Medium(IntEnum):
+    """Where a block's content lies."""
+
+    BLOCK = 1
+    HOST = 2
+    DISK = 4
+
+
+class Place(NamedTuple):
+    """A block of the pool, a frame of the host tier, or a frame on disk."""
+
+    medium: Medium
+    index: FrameId
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy a sealed block's image from one place to another, beside the steps; the end of it is reported.
+
+    A save goes from a block or a host frame to disk, a fetch from disk to a host frame. `parent` is the hash before it,
+    ROOT at depth 0. The target is void from the order on; it holds the content once W has said that the move is DONE.
+    W answers each move of its session once. `id`s rise within one.
+    """
+
+    id: int
+    hash: BlockHash
+    parent: BlockHash
+    depth: int
+    source: Place
+    target: Place
+
+    @property
+    def saves(self) -> bool:
+        return self.target.medium is Medium.DISK
+
+
+class MoveEnd(IntEnum):
+    """How a move ended. Only a move that is DONE has changed what its target holds."""
+
+    DONE = 0
+    STALE = 1
+    """The source holds something else by now."""
+    CORRUPT = 2
+    """What was read is not what was written; the source holds nothing any more."""
+    FAILED = 3
+    """The disk could not be read or written; the frame on disk holds nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """What a block costs W at present, in seconds: to compute it in a prompt, and to read it from disk."""
+
+    compute: float
+    read: float
