@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 from common.contracts.types import BlockHash, FrameId
 
@@ -21,7 +20,8 @@ class Medium(IntEnum):
     DISK = 4
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """A block of the pool, a frame of the host tier, or a frame on disk."""
 
     medium: Medium

@@ -7,7 +7,7 @@ import math
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report
 from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
-from common.contracts.types import BlockHash
+from common.contracts.types import BlockHash, BlockId
 from common.wire import packing
 from quire.kvmanager.v1 import kvmanager_pb2
 
@@ -47,7 +47,7 @@ def unpack_moves(message: kvmanager_pb2.GrantBatch) -> tuple[Move, ...]:
     return moves
 
 
-def _places(media: bytes, indexes: list[packing.BlockId]) -> list[Place]:
+def _places(media: bytes, indexes: list[BlockId]) -> list[Place]:
     packing.parallel("moves", media, indexes)
     try:
         return [Place(Medium(medium), index) for medium, index in zip(media, indexes, strict=True)]

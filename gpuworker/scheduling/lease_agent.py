@@ -17,6 +17,7 @@ from collections.abc import Sequence as Items
 from common.contracts.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
 from common.contracts.lease import (
     Admit,
+    CachedBlock,
     Copy,
     GrantBatch,
     Inventory,
@@ -27,6 +28,7 @@ from common.contracts.lease import (
     blocks_needed,
     unread_blocks,
 )
+from common.contracts.moves import Move, MoveCosts, MoveEnd
 from common.contracts.types import (
     TRIMMED,
     BlockId,
@@ -51,6 +53,7 @@ from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
 from gpuworker.scheduling.sequence import NewSequence, Sequence
 from gpuworker.scheduling.step_scheduler import StepScheduler
 from gpuworker.scheduling.stopping import LENGTH
+from gpuworker.scheduling.transfer_book import TransferBook
 
 
 class LeaseAgent:
@@ -64,6 +67,9 @@ class LeaseAgent:
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
         self._frames = FrameClaims(config.host_frames)
+        self._transfers = TransferBook(config.disk_frames)
+        # A transfer waits for copies that no step has run yet.
+        self._transfer_waits = False
         self._scheduler = StepScheduler(
             self._blocks,
             config.block_size,
@@ -81,7 +87,13 @@ class LeaseAgent:
         self._loaded: list[tuple[SequenceId, int]] = []
         self._partial_copies = PartialCopies()
         self._grants = GrantApplier(
-            config, self._sequences, self._blocks, self._frames, self._scheduler, self._partial_copies
+            config,
+            self._sequences,
+            self._blocks,
+            self._frames,
+            self._transfers,
+            self._scheduler,
+            self._partial_copies,
         )
         self._closer = BlockCloser(config, self._blocks, self._report)
         self._departures = Departures(
@@ -146,6 +158,8 @@ class LeaseAgent:
         self._copies += batch.copy
         if batch.reset:
             self._reset_cache(batch.reset)
+        if batch.moves:
+            self._transfers.apply(batch.moves, self._frames)
         planned = self._next_step - 1
         preempting = tuple([order for order in batch.preempt if self._departures.preempt(order.sequence, planned)])
         for sequence in batch.cancel:
@@ -168,6 +182,8 @@ class LeaseAgent:
         """Forget cached content, and confirm that: the next inventory must not bring it back."""
         self._blocks.forget_unheld()
         self._frames.forget_all()
+        self._transfers.void()
+        self._transfers.forget_saved()
         self.reset = number
         self._report.reset(number)
 
@@ -191,7 +207,8 @@ class LeaseAgent:
         self._deferred = step.deferred
         self._departures.recounted.update(step.recounted)
         self._return_excess()
-        if not step.rows:
+        # Copies run without a row if that is what a transfer waits for.
+        if not step.rows and not (self._transfer_waits and self._copies):
             return None
         copies, scored = tuple(self._copies), tuple(step.scored)
         states, loaded = (tuple(step.loads), tuple(step.saves)), tuple(self._loaded)
@@ -266,6 +283,63 @@ class LeaseAgent:
             sequence.scored = end
         return tuple([sequence.id for sequence, _ in live])
 
+    # ------------------------------------------------------------ transfers beside the steps
+
+    @property
+    def disk_frames(self) -> int:
+        """Blocks that the disk keeps; 0 once it is given up."""
+        return self._transfers.disk_frames
+
+    def restore_saved(self, claims: Iterable[CachedBlock], reset: int) -> None:
+        """Take over, before the first session, what the disk has, and the id of the reset that it has carried out."""
+        self._transfers.restore(claims)
+        self.reset = reset
+
+    def take_reads(self) -> list[Move]:
+        """Return the fetches that were ordered since the last call: they are to be read from disk."""
+        return self._transfers.take_reads()
+
+    def take_saves(self, most: int) -> list[Move]:
+        """Return saves whose images are to be taken now, before anything else; `most` at once."""
+        copies = self._copies_under_way() if self._transfers.open else []
+        ready, stale = self._transfers.take_saves(self._blocks, self._frames, copies, most)
+        self._transfer_waits = self._transfers.waits_to_take
+        for move in stale:
+            self.end_transfer(move, MoveEnd.STALE)
+        return ready
+
+    def may_land(self, move: Move) -> bool:
+        """Return whether the image of an open fetch may be put into its frame now; else it may once a step is over."""
+        may = self._transfers.may_land(move, self._copies_under_way())
+        self._transfer_waits |= not may
+        return may
+
+    def is_open(self, move: Move) -> bool:
+        """Return whether a transfer counts; what comes of one that is void is dropped."""
+        return self._transfers.is_open(move)
+
+    def end_transfer(self, move: Move, end: MoveEnd) -> None:
+        """Account for the end of a transfer, and report it unless it is void."""
+        if self._transfers.end(move, end, self._frames, self._next_step - 1):
+            self._report.moved(move.id, end, urgent=not move.saves)
+
+    def close_disk(self) -> None:
+        """Give up the disk: every transfer fails, and no frame on it holds anything."""
+        for move in [*self._transfers.open.values()]:
+            self.end_transfer(move, MoveEnd.FAILED)
+        self._transfers.void()
+        self._transfers.forget_saved()
+        self._transfers.disk_frames = 0
+        self._report.disk_closed()
+
+    def note_costs(self, costs: MoveCosts) -> None:
+        """Let the next report say what a block costs, if that is not what was said."""
+        self._report.costs = costs
+
+    def _copies_under_way(self) -> list[Copy | TierCopy]:
+        """Return the copies that wait for a step or are in one."""
+        return [*self._copies, *(copy for plan in self._in_flight for copy in plan.copies)]
+
     def departures(self) -> Completion:
         """Return the sequences that ended since the last completion without a step.
 
@@ -308,6 +382,7 @@ class LeaseAgent:
         """
         self._report.state = SessionState.DETACHED
         self._report.discard()
+        self._transfers.void()
 
     def inventory(self) -> Inventory:
         """Open a session: return everything held at this instant. Content is recorded from now on.
@@ -319,7 +394,8 @@ class LeaseAgent:
         sequences = tuple(map(_inventory_of, self._sequences.values()))
         cached, made = self._blocks.cached_blocks(), self._blocks.made
         if made is None:
-            return Inventory(sequences, tuple(self._blocks.pool), cached, frames=self._frames.claims())
+            frames, saved = self._frames.claims(), self._transfers.claims()
+            return Inventory(sequences, tuple(self._blocks.pool), cached, frames=frames, saved=saved)
         held = (block for each in self._sequences.values() for block in each.held_blocks() if block != TRIMMED)
         named = dict.fromkeys([*held, *(each.block for each in cached)])
         pages = tuple([page for block in named for page in made.pages[block]])
@@ -579,10 +655,11 @@ class GrantApplier:
         sequences: dict[SequenceId, Sequence],
         blocks: BlockStates,
         frames: FrameClaims,
+        transfers: TransferBook,
         scheduler: StepScheduler,
         partial_copies: PartialCopies,
     ) -> None:
-        self._frames = frames
+        self._frames, self._transfers = frames, transfers
         self._block_size, self._window, self._groups = config.block_size, config.window, config.groups
         self._sequences = sequences
         self._blocks = blocks
@@ -592,9 +669,12 @@ class GrantApplier:
     def apply(self, batch: GrantBatch) -> tuple[Admit, ...]:
         """Apply the grants of a batch, and return the admissions of sequences that still waited.
 
-        Raises ProtocolViolation, with nothing applied, as `check_grants` does.
+        Raises ProtocolViolation, with nothing applied, as `check_grants` does, and where a transfer is impossible.
         """
         check_grants(batch, self._blocks, self._sequences, self._block_size, self._window, self._groups, self._frames)
+        if batch.moves:
+            sizes = len(self._blocks.fill), self._frames.num_frames
+            self._transfers.check(batch.moves, *sizes, anew=bool(batch.reset))
         self._frames.apply(batch.tier, self._blocks)
         for copy in batch.copy:
             slots = copy.length % self._block_size or self._block_size

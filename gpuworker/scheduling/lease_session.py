@@ -33,7 +33,8 @@ class LeaseSession:
         self.session += 1
         self.open = False
         inventory = self.agent.inventory()
-        attach = replace(self.attach, session=self.session, epoch_seen=self.epoch_seen, reset=self.agent.reset)
+        agent, attach = self.agent, replace(self.attach, session=self.session, epoch_seen=self.epoch_seen)
+        attach = replace(attach, reset=agent.reset, disk_frames=agent.disk_frames)
         return attach, inventory
 
     def accept(self, session: int, ok: AttachOk) -> bool:

@@ -37,6 +37,8 @@ class AgentConfig:
     groups: tuple[KvGroup, ...] = ()
     host_frames: int = 0
     """Blocks that host memory keeps beside those of the pool."""
+    disk_frames: int = 0
+    """Blocks that the disk keeps."""
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

@@ -10,6 +10,7 @@ from enum import Enum
 
 from common.contracts.hashing import KEY_BYTES
 from common.contracts.lease import Report, Reserve
+from common.contracts.moves import MoveCosts, MoveEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan
 
@@ -35,6 +36,7 @@ class ReportBuilder:
     def __init__(self) -> None:
         self.state = SessionState.DETACHED
         self.stalled: tuple[SequenceId, ...] = ()
+        self.costs: MoveCosts | None = None
         self._step = 0
         self._completed: StepPlan | None = None
         self.discard()
@@ -49,7 +51,8 @@ class ReportBuilder:
         self._told_stalled: tuple[SequenceId, ...] | None = None
         self._told_want: int | None = None
         self._told_computed = -COMPUTED_EVERY
-        self._applied = False
+        self._told_costs: MoveCosts | None = None
+        self._applied = self._disk_closed = False
 
     def _clear_columns(self) -> None:
         self._reserve: list[Reserve] = []
@@ -65,6 +68,8 @@ class ReportBuilder:
         self._reset = 0
         self._partials: list[tuple[BlockHash, tuple[BlockHash, ...]]] = []
         self._copied: list[SequenceId] = []
+        self._moved: list[tuple[int, MoveEnd]] = []
+        self._awaited = False
 
     def reserve(self, reserve: Reserve) -> None:
         if self.recording:
@@ -123,6 +128,16 @@ class ReportBuilder:
         if self.recording:
             self._reset = number
 
+    def moved(self, transfer: int, end: MoveEnd, urgent: bool) -> None:
+        """Record that a transfer has ended; with `urgent`, sequences may wait for it."""
+        if self.recording:
+            self._moved.append((transfer, end))
+            self._awaited |= urgent
+
+    def disk_closed(self) -> None:
+        """Record that no frame on disk holds anything any more."""
+        self._disk_closed = self.recording
+
     def applied(self) -> None:
         """Record that a batch took effect: a worker that is still stalled must report it again.
 
@@ -143,6 +158,7 @@ class ReportBuilder:
             or self._preempted
             or self._returned
             or self._reset
+            or self._awaited
             or self._told_want is None
             or self.stalled != self._told_stalled
             or (self.stalled and self._applied)
@@ -180,8 +196,12 @@ class ReportBuilder:
             bind_groups=tuple(self._bind_groups),
             bind_pages=tuple(self._bind_pages),
             trim_groups=tuple([group for _, group in self._run_trim]) if self._run_trim else (),
+            moved=tuple(self._moved),
+            move_costs=self.costs if self.costs != self._told_costs else None,
+            disk_closed=self._disk_closed,
         )
         self._clear_columns()
+        self._told_costs, self._disk_closed = self.costs, False
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
 
@@ -225,4 +245,6 @@ class ReportBuilder:
             or self._run_trim
             or self._reset
             or self._copied
+            or self._moved
+            or self._disk_closed
         )

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockHash, BlockId, FrameId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
-from kvmanager.cache.host_tier import HostTier, Taken
+from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.cache.state_tree import StateTree
 from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
@@ -164,8 +164,8 @@ class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
     __slots__ = (
-        "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "below", "copies", "entries", "events", "ghosts",
-        "number", "partials", "pending", "states", "tier", "watched",
+        "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "below", "copies", "disk", "entries", "events",
+        "ghosts", "number", "partials", "pending", "saved", "states", "tier", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -175,15 +175,17 @@ class PrefixCache:
         linked: bool = True,
         runs: int = 0,
         states: StateTree | None = None,
-        tier: HostTier | None = None,
+        tier: FrameTier | None = None,
+        disk: FrameTier | None = None,
     ) -> None:
         """With `linked`, a hash is registered only while its parent is; else no block has children.
 
         `runs` counts the groups behind the first one, `states` has the checkpoints of one of them. `tier` has what was
-        evicted into host memory.
+        evicted into host memory, `disk` what was saved there.
         """
-        self.states, self.tier = states, tier
+        self.states, self.tier, self.disk = states, tier, disk
         self.below: dict[BlockHash, FrameId] = {} if tier is None else tier.entries
+        self.saved: dict[BlockHash, FrameId] = {} if disk is None else disk.entries
         self._blocks, self._linked, self._runs = blocks, linked, range(1, runs + 1)
         self._ghost_limit = ghost_limit
         # The first copy of each registered hash, and all copies of those that have several.
@@ -336,7 +338,7 @@ class PrefixCache:
 
         A hash that a frame has is in the index already.
         """
-        if key in self.below:
+        if key in self.below or key in self.saved:
             return
         if self._runs:
             block_hash = hash_in(key)
@@ -382,8 +384,9 @@ class PrefixCache:
     def _place_of(self, block_hash: BlockHash) -> tuple[BlockHash | None, int] | None:
         """Return the parent and the depth of what has a hash in a block, or else in a frame; None: nothing has it."""
         columns, at = self._blocks, self.entries.get(block_hash)
-        if at is None and self.tier is not None:
-            columns, at = self.tier.frames, self.below.get(block_hash)
+        for tier in (self.tier, self.disk):
+            if at is None and tier is not None:
+                columns, at = tier.frames, tier.entries.get(block_hash)
         return None if at is None else (columns.parent[at], columns.index[at])
 
     def _leaves(self, key: BlockHash, depth: int) -> None:
@@ -419,7 +422,7 @@ class PrefixCache:
             if above is None:
                 raise ProtocolViolation(f"block {block} was cached without its parent")
             blocks.children[above] -= 1
-        if block_hash not in self.ambiguous and block_hash not in self.below:
+        if block_hash not in self.ambiguous and block_hash not in self.below and block_hash not in self.saved:
             self._leaves(block_hash, depth)
         self.ghosts[block_hash] = (beneficiary, retention, *mark)
         if len(self.ghosts) > self._ghost_limit:
@@ -452,8 +455,7 @@ class PrefixCache:
         self.ghosts.clear()
         self.ambiguous.clear()
         self.watched = frozenset()
-        if self.tier is not None:
-            self.tier.clear()
+        self._empty_tiers()
         self.number += 1
         self.events.append(Cleared(self.number))
 
@@ -466,19 +468,25 @@ class PrefixCache:
         self.ambiguous.clear()
         self.copies.clear()
         self.watched = frozenset()
-        if self.entries or self.below:
+        known = self.entries or self.below or self.saved
+        self._empty_tiers()
+        if known:
             self.entries.clear()
-            if self.tier is not None:
-                self.tier.clear()
             self.number += 1
             self.events.append(Cleared(self.number))
 
-    # ------------------------------------------------------------ the host tier
+    # ------------------------------------------------------------ the tiers below
+
+    def _empty_tiers(self) -> None:
+        for tier in (self.tier, self.disk):
+            if tier is not None:
+                tier.clear()
 
     def store_below(self, block: BlockId) -> Taken | None:
         """Return the frame for what an evicted block holds; None if a frame has it already, or none can be had.
 
-        Call it before `forget_block`. What the frame held leaves the index, unless a block has it.
+        Call it before `forget_block`. What the frame held leaves the index, unless a block has it. So does what frames
+        hold behind the block, if none can be had.
         """
         tier, blocks = self.tier, self._blocks
         block_hash, parent = blocks.hash[block], blocks.parent[block]
@@ -489,28 +497,61 @@ class PrefixCache:
             return None
         taken = tier.take_frame(block_hash, parent, blocks.index[block])
         if taken is None:
+            if block_hash in tier.apart:
+                self.drop_tree(tier, block_hash)
             return None
         if self.watched:
             self.touch_hash(block_hash)
-        if taken.dropped:
-            self._leave_below(taken.dropped, taken.depth)
+        self.note_dropped(taken)
         return taken
 
-    def _leave_below(self, block_hash: BlockHash, depth: int) -> None:
+    def note_dropped(self, taken: Taken) -> None:
+        """Note that a frame was taken from what it held."""
+        if taken.dropped:
+            self._leave_tier(taken.dropped, taken.depth)
+
+    def note_arrived(self, tier: FrameTier, block_hash: BlockHash) -> None:
+        """Let a tier have what a move has brought, and tell the index if it is new there."""
         if self.watched:
             self.touch_hash(block_hash)
-        if block_hash not in self.entries and block_hash not in self.ambiguous:
+        new = self._place_of(block_hash) is None
+        tier.admit(block_hash)
+        if new:
+            self.number += 1
+            self.events.append(Stored(self.number, block_hash, tier.frames.index[tier.entries[block_hash]]))
+
+    def drop_tree(self, tier: FrameTier, root: BlockHash) -> int:
+        """Forget what a tier has of `root` and of all behind it, for it is of no use any more; return how many."""
+        gone = tier.drop_tree(root)
+        for depth, block_hash in gone:
+            self._leave_tier(block_hash, depth)
+        return len(gone)
+
+    def _leave_tier(self, block_hash: BlockHash, depth: int) -> None:
+        """Note that a frame does not hold a hash any more; it leaves the index unless something else has it."""
+        if self.watched:
+            self.touch_hash(block_hash)
+        if block_hash not in self.ambiguous and self._place_of(block_hash) is None:
             self._leaves(block_hash, depth)
 
     def clear_below(self) -> None:
         """Forget what all frames hold, the deepest first: a reader's view stays closed under prefixes."""
-        if self.tier is None or not self.below:
-            return
-        depths = self.tier.frames.index
-        found = sorted([(depths[frame], key) for key, frame in self.below.items()], reverse=True)
-        self.tier.clear()
-        for depth, block_hash in found:
-            self._leave_below(block_hash, depth)
+        found = set[tuple[int, BlockHash]]()
+        for tier in (self.tier, self.disk):
+            if tier is not None:
+                found.update([(tier.frames.index[frame], key) for key, frame in tier.entries.items()])
+                tier.clear()
+        for depth, block_hash in sorted(found, reverse=True):
+            self._leave_tier(block_hash, depth)
+
+    def clear_disk(self) -> None:
+        """Forget what frames on disk hold, the deepest first."""
+        if self.disk is not None:
+            depths = self.disk.frames.index
+            found = sorted([(depths[frame], key) for key, frame in self.saved.items()], reverse=True)
+            self.disk.clear()
+            for depth, block_hash in found:
+                self._leave_tier(block_hash, depth)
 
     # ------------------------------------------------------------ pending
 
@@ -550,14 +591,19 @@ class PrefixCache:
         index, ambiguous = self._blocks.index, self.ambiguous
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
         if self.tier is not None:
-            depths, known = self.tier.frames.index, self.entries
-            only_below = (each for each in self.below.items() if each[0] not in known and each[0] not in ambiguous)
-            entries += [(key, depths[frame]) for key, frame in only_below]
+            entries += self._only_in_tiers()
         if self._runs:
             keys = {key for key, _ in entries}
             entries = [(key, depth) for key, depth in entries if keys.issuperset(self._keys_of(key))]
         entries.sort(key=itemgetter(1))
         return IndexSnapshot(self.number, tuple(entries))
+
+    def _only_in_tiers(self) -> list[tuple[BlockHash, int]]:
+        found = dict[BlockHash, int]()
+        for tier in (self.tier, self.disk):
+            if tier is not None:
+                found.update([(key, tier.frames.index[frame]) for key, frame in tier.entries.items()])
+        return [each for each in found.items() if each[0] not in self.entries and each[0] not in self.ambiguous]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ class Totals:
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
     grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
     blocks that were copied into frames of the host tier, and out of them. Host drops are contents that left their frame
-    for others while no block had them. `broken_stalls` counts preemptions that were ordered because work stood still.
+    for others while nothing else had them. Disk stores and loads are blocks that transfers brought to disk and back,
+    `disk_lost` contents that could not be read, with what was behind them, and `unsaved` those for which no frame could
+    be had. `fetches` counts sequences that waited for the disk, `transfer_ends` transfers by how they ended.
+    `broken_stalls` counts preemptions that were ordered because work stood still.
     """
 
     preemptions: int = 0
@@ -23,6 +26,11 @@ class Totals:
     host_stores: int = 0
     host_loads: int = 0
     host_drops: int = 0
+    disk_stores: int = 0
+    disk_loads: int = 0
+    disk_lost: int = 0
+    unsaved: int = 0
+    fetches: int = 0
     admissions: int = 0
     chunked_grants: int = 0
     rejections: int = 0
@@ -38,6 +46,7 @@ class Totals:
     recompute_query_blocks: int = 0
     recompute_hit_blocks: int = 0
     misses_by_reason: dict[str, int] = field(default_factory=dict)
+    transfer_ends: dict[str, int] = field(default_factory=dict)
 
     def count_admission(self, queried: int, hits: int, reason: str, recompute: bool) -> None:
         """Count one admission. A prompt below a block makes no query, which differs from a query without hits."""
@@ -51,7 +60,7 @@ class Totals:
         self.misses_by_reason[reason] = self.misses_by_reason.get(reason, 0) + 1
 
     def clone(self) -> Totals:
-        return replace(self, misses_by_reason=self.misses_by_reason.copy())
+        return replace(self, misses_by_reason=self.misses_by_reason.copy(), transfer_ends=self.transfer_ends.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,8 @@ class PoolCounts:
     those of the cached blocks that leave last, and `kept_pinned` those that an operator's pins keep even longer.
     `lacking` are those of the running sequences that can compute nothing before they get a block. Where the pool has
     groups, free, leased, used and cached blocks are counted in pages. Of the `host_frames` of the worker's host memory,
-    `host_held` hold a block's content.
+    `host_held` hold a block's content; so do `disk_held` of the `disk_frames`. `fetching` of the waiting sequences wait
+    for transfers.
     """
 
     num_blocks: int
@@ -93,3 +103,6 @@ class PoolCounts:
     groups: tuple[GroupCounts, ...] = ()
     host_frames: int = 0
     host_held: int = 0
+    disk_frames: int = 0
+    disk_held: int = 0
+    fetching: int = 0

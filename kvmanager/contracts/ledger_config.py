@@ -73,7 +73,7 @@ class LedgerConfig(LedgerOptions):
     With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
     cached block then stays when those before it go. Where the model has `groups` of layers, blocks consist of pages:
     `num_blocks` counts these, and so does every number of blocks that is free, needed, leased or granted. `host_frames`
-    are those of the worker's host memory.
+    are those of the worker's host memory, `disk_frames` those on its disk.
     """
 
     num_blocks: int
@@ -83,6 +83,7 @@ class LedgerConfig(LedgerOptions):
     max_num_seqs: int = 256
     groups: tuple[KvGroup, ...] = ()
     host_frames: int = 0
+    disk_frames: int = 0
     slides: bool = field(init=False, default=False)
     """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
     stall_pages: int = field(init=False, default=1)
@@ -107,6 +108,7 @@ class LedgerConfig(LedgerOptions):
             groups=attach.identity.kv_geometry.groups,
             max_num_seqs=attach.max_num_seqs,
             host_frames=attach.host_frames,
+            disk_frames=attach.disk_frames,
             **chosen,
         )
 
@@ -161,6 +163,11 @@ class LedgerConfig(LedgerOptions):
     def frames(self) -> int:
         """Frames that keep what is evicted: none where nothing is cached, or layers have windows or states."""
         return self.host_frames if self.prefix_caching and not self.slides else 0
+
+    @property
+    def saved_frames(self) -> int:
+        """Frames on disk: none without frames of host memory, by way of which blocks come back."""
+        return self.disk_frames if self.frames else 0
 
     @property
     def copies_parts(self) -> bool:

@@ -10,6 +10,23 @@ from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, KvGroup
 from kvmanager.contracts.block import Blocks
 
 
+@dataclass(slots=True)
+class Fetch:
+    """What a sequence waited for in its stay in the queue: transfers that are `open`, and how many `blocks` in all.
+
+    `landed` of them came. It began at `began`, a reading of Clock.monotonic, and took `seconds`.
+    """
+
+    open: set[int]
+    blocks: int
+    began: float
+    landed: int = 0
+    seconds: float = 0.0
+
+    def key(self) -> tuple[object, ...]:
+        return tuple(sorted(self.open)), self.blocks, self.landed
+
+
 class Run:
     """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none.
 
@@ -69,7 +86,8 @@ class Sequence:
     forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
     the queue. Where the pool has groups, `block_table` is that of the first one, whose blocks have `block_pages` pages,
     and `runs` has those of the others. A sequence has `awaited` a checkpoint if it waits or has waited for one since it
-    joined the queue. One that `has_tail` was given one with its block table.
+    joined the queue, and has a `fetch` if it so waits for transfers. One that `has_tail` was given one with its block
+    table.
     """
 
     __slots__ = (
@@ -83,6 +101,7 @@ class Sequence:
         "computed",
         "computes_all",
         "copy_source",
+        "fetch",
         "fork_of",
         "forks",
         "gave_up",
@@ -144,6 +163,7 @@ class Sequence:
         self.block_table: list[BlockId] = []
         self.partial_hashes = reserve.partial_hashes
         self.copy_source: BlockId | None = None
+        self.fetch: Fetch | None = None
         self.own_from = self.max_blocks
         self.forks: set[SequenceId] = set()
         self.block_pages = groups[0].pages if groups else 1

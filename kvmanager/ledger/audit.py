@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
-from common.contracts.types import TRIMMED, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
+from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.cache.retention import PINNED_PRIORITY
 from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
 from kvmanager.ledger.block_store import BlockStore
@@ -26,7 +28,8 @@ def audit(state: LedgerState) -> None:
     _references(state.store, state.sequences)
     _prefix_map(state.store)
     _states_of_layers(state.store)
-    _host_tier(state.store)
+    _tiers(state.store)
+    _transfers(state)
     _pending(state.store)
     _remembered(state.store, state.sequences)
     _sequences(state.store, state.sequences)
@@ -144,30 +147,66 @@ def _prefix_map(store: BlockStore) -> None:
             _check(held or not any(in_use), "a child is in use whose parent is not")
 
 
-def _host_tier(store: BlockStore) -> None:
-    """Check the frames: each is free or cached, their map and counts are right, and no content lacks its parent."""
-    tier, blocks = store.tier, store.cache.entries
-    if tier is None:
-        return
-    frames = tier.frames
-    hashes = {key: frame for frame, key in enumerate(frames.hash) if key is not None}
-    _check(tier.entries == hashes, "the map of the host tier and its frames' hashes disagree")
+def _tiers(store: BlockStore) -> None:
+    """Check the frames of both tiers, and that what blocks and frames have of one hash is one content."""
+    blocks, cache = store.blocks, store.cache
+    for tier, above in ((store.tier, cache.entries), (store.disk, dict[BlockHash, BlockId]())):
+        if tier is None:
+            continue
+        _frames(tier, above)
+        for key, frame in tier.entries.items():
+            same = cache.entries.get(key)
+            if same is not None and key not in cache.ambiguous:
+                alike = blocks.index[same], blocks.parent[same]
+                there = tier.frames.index[frame], tier.frames.parent[frame]
+                _check(alike == there, "a block and a frame of one hash differ in depth or parent")
+
+
+def _frames(tier: FrameTier, above: Mapping[BlockHash, BlockId]) -> None:
+    """Check frames: each is free, cached or in use, their map and counts are right, and no content lacks its parent.
+
+    The parent of a content is in a frame or in `above`.
+    """
+    frames, expected = tier.frames, tier.expected
+    hashes = {key: frame for frame, key in enumerate(frames.hash) if key and expected.get(key) != frame}
+    _check(tier.entries == hashes, "the map of a tier and its frames' hashes disagree")
     cached = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.CACHED)
-    _check(sorted(tier.order) == cached == sorted(hashes.values()), "the order of frames does not hold those in use")
+    _check(sorted(tier.order) == cached, "the order of frames does not hold those that may go")
+    _check(set(cached) <= set(hashes.values()), "a frame that may go holds nothing")
     free = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.FREE)
     _check(sorted(tier.free) == free, "the list of free frames is wrong")
-    _check(len(free) + len(cached) == len(frames), "a frame is held by no grant, and is not cached")
-    children = Counter(frames.parent[frame] for frame in cached)
+    _check(not set(free) & {*hashes.values(), *expected.values()}, "a free frame holds something, or is to")
+    named = [*hashes.values(), *expected.values()]
+    children = Counter(frames.parent[frame] for frame in named)
     counted = {key: frames.children[frame] for key, frame in hashes.items()} | tier.apart
     del children[ROOT]
     _check({key: count for key, count in counted.items() if count} == dict(children), "children are miscounted")
-    for key, frame in hashes.items():
+    for frame in hashes.values():
         over = frames.parent[frame]
-        _check(not over or over in blocks or over in hashes, "a frame holds a content without its parent")
-        same = blocks.get(key)
-        if same is not None and key not in store.cache.ambiguous:
-            alike = (store.blocks.index[same], store.blocks.parent[same]) == (frames.index[frame], over)
-            _check(alike, "a block and a frame of one hash differ in depth or parent")
+        _check(not over or over in above or over in hashes, "a frame holds a content without its parent")
+
+
+def _transfers(state: LedgerState) -> None:
+    """Check that open transfers are those that frames expect, and that who waits waits for open ones."""
+    transfers, store = state.transfers, state.store
+    for tier, saves in ((store.tier, False), (store.disk, True)):
+        ordered = {move.hash: move.target.index for move in transfers.open.values() if move.saves == saves}
+        _check(tier is None or tier.expected == ordered, "a frame expects another transfer than is open")
+    reads = Counter(move.source.index for move in transfers.open.values() if not move.saves)
+    if store.disk is not None:
+        held = {frame for frame, of in enumerate(store.disk.frames.state) if of is BlockState.IN_USE}
+        _check(held == {*reads, *store.disk.expected.values()}, "a frame on disk is in use without a transfer")
+    _check(transfers.saves == sum(move.saves for move in transfers.open.values()), "saves are miscounted")
+    fetching = {move.hash: number for number, move in transfers.open.items() if not move.saves}
+    _check(transfers.fetching == fetching, "the fetches by hash are other ones than those that are open")
+    waiting = {(each, number) for number, found in transfers.waiting.items() for each in found}
+    wanted = {
+        (each, number)
+        for each in state.sequences.fetching
+        for number in getattr(state.sequences.live[each].fetch, "open", ())
+    }
+    _check(waiting == wanted and {number for _, number in waiting} <= set(transfers.open), "one waits for no transfer")
+    _check({each for each, _ in waiting} == set(state.sequences.fetching), "one waits although its fetch is over")
 
 
 def _states_of_layers(store: BlockStore) -> None:
@@ -224,7 +263,8 @@ def _sequences(store: BlockStore, sequences: SequenceTable) -> None:
     )
     waiting = {each.id for each in sequences.live.values() if each.phase is SequencePhase.WAITING}
     _check(
-        {*sequences.queue, *sequences.planned.awaited} == waiting and sequences.waiting == len(waiting),
+        {*sequences.queue, *sequences.planned.awaited, *sequences.fetching} == waiting
+        and sequences.waiting == len(waiting),
         "the queue is not the waiting sequences",
     )
     if store.config.grants_parts:

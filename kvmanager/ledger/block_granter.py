@@ -8,7 +8,16 @@ from common.contracts.lease import Admit, Copy
 from common.contracts.types import TRIMMED, BlockId, ShortfallReason
 from kvmanager.cache.window_match import settled
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger import backfill, checkpoints, chunked_grants, evicting, grant_order, grant_plan, grant_records
+from kvmanager.ledger import (
+    backfill,
+    checkpoints,
+    chunked_grants,
+    evicting,
+    grant_order,
+    grant_plan,
+    grant_records,
+    transfers,
+)
 from kvmanager.ledger.backfill import Growth, Reservation
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.grant_plan import GrantPlan
@@ -42,7 +51,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if sequences.admitted >= count_places(state, sequence):
             admission.blocked_by = "places"
             break
-        if state.store.states is not None and _waits_for_states(state, sequence):
+        if _leaves_queue(state, sequence):
             waits += 1
             continue
         plan = grant_plan.plan_admission(state, sequence)
@@ -54,6 +63,13 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         grant_order.count_turn(state.admission, turn)
         _admit_sequence(state, sequence, plan, copies, admits, fresh)
     return copies, admits
+
+
+def _leaves_queue(state: LedgerState, sequence: Sequence) -> bool:
+    """Let a sequence leave the queue if something of its prompt is about to be there; return whether it does."""
+    if state.store.disk is not None and transfers.await_fetch(state, sequence):
+        return True
+    return state.store.states is not None and _waits_for_states(state, sequence)
 
 
 def _waits_for_states(state: LedgerState, sequence: Sequence) -> bool:
@@ -79,7 +95,9 @@ def _find_awaited_place(state: LedgerState, sequence: Sequence) -> int | None:
 
 
 def _is_to_wait(state: LedgerState, sequence: Sequence) -> bool:
-    """Return whether a sequence that could pass is to wait for a planned checkpoint once it has its turn."""
+    """Return whether a sequence that could pass is to wait for a checkpoint, or for the disk, once it has its turn."""
+    if state.store.disk is not None and transfers.find_fetch(state, sequence) is not None:
+        return True
     return state.store.states is not None and _find_awaited_place(state, sequence) is not None
 
 

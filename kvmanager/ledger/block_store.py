@@ -16,7 +16,7 @@ from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
-from kvmanager.cache.host_tier import HostTier
+from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.state_tree import StateTree
@@ -33,7 +33,7 @@ class BlockStore:
     `remembered` is the match of the sequence that was tried last and lacked blocks.
     """
 
-    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention", "states", "tier")
+    __slots__ = ("blocks", "cache", "config", "disk", "eviction", "pool", "remembered", "retention", "states", "tier")
 
     def __init__(self, config: LedgerConfig, clock: Clock) -> None:
         self.config = config
@@ -43,8 +43,9 @@ class BlockStore:
         self.states = StateTree(len(config.groups) - 1, self.blocks) if config.keeps_states else None
         ghosts, runs = config.ghosts or 4 * config.num_blocks, len(config.groups[1:])
         # Where everything is one group of layers that see all tokens, host memory may keep what is evicted.
-        self.tier = HostTier(config.frames, config.eviction) if config.frames else None
-        self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states, self.tier)
+        self.tier = FrameTier(config.frames, config.eviction) if config.frames else None
+        self.disk = FrameTier(config.saved_frames, config.eviction) if config.saved_frames else None
+        self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states, self.tier, self.disk)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
         self.retention = Retention(
             self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits, config.block_pages
@@ -187,7 +188,7 @@ class BlockStore:
             cache.note_stored(block_hash, blocks.index[block])
             if blocks.group[block]:
                 above = before  # a run's block does not continue the chain of the first group's
-        elif block_hash not in cache.below:
+        elif block_hash not in cache.below and block_hash not in cache.saved:
             cache.number += 1
             cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
         ghost = cache.ghosts.pop(block_hash, None)

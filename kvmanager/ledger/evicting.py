@@ -10,6 +10,7 @@ from common.contracts.lease import HOST_REASON
 from common.contracts.types import BlockHash, BlockId, Candidate, DecisionKind
 from kvmanager.cache.retention_terms import Fate
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger import transfers
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -75,6 +76,7 @@ def drop_cached_blocks(state: LedgerState) -> int:
     copied = _find_only_copied(state.store, state.sequences)
     dropped = len(pool.cached) + len(copied)
     state.tier_copies.clear()
+    transfers.void_all(state)
     if pool.in_use:
         state.store.cache.clear_below()
         # Nothing is learned of their uses: they go for another reason than want of room.

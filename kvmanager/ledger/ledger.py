@@ -27,6 +27,7 @@ from kvmanager.ledger import (
     rebuild,
     report_applier,
     runway,
+    transfers,
 )
 from kvmanager.ledger.audit import audit
 from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, uses_of_groups, view_of
@@ -103,10 +104,13 @@ class Ledger:
             lease += block_granter.lease_free_blocks(state.store, target)
         cancel, worker.refused = tuple(worker.refused), []
         reset, tier = worker.resets.take_reset(), state.take_tier_copies() if state.tier_copies else ()
-        if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset or tier):
+        if state.transfers.to_save:
+            transfers.order_saves(state)
+        moves = state.transfers.take_orders() if state.transfers.has_orders else ()
+        if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset or tier or moves):
             return None
         worker.last_sent_target = target
-        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel, tier)
+        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel, tier, moves)
 
     @property
     def has_more(self) -> bool:
@@ -289,7 +293,8 @@ class Ledger:
             waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
             state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
             uses_of_groups(state.store) if state.config.groups else (), state.config.frames,
-            len(state.store.cache.below),
+            len(state.store.cache.below), state.config.saved_frames, len(state.store.cache.saved),
+            len(sequences.fetching),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

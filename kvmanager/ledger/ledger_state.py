@@ -23,6 +23,7 @@ from typing import Literal
 from common.contracts.clock import Clock
 from common.contracts.hashing import PARTIAL_HASHES
 from common.contracts.lease import TierCopy, blocks_needed
+from common.contracts.moves import MoveCosts
 from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
@@ -31,12 +32,16 @@ from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.backfill import Reservation
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.sequence_table import SequenceTable
+from kvmanager.ledger.transfer_table import TransferTable
 
 
 class LedgerState:
     """The parts of one worker's ledger. Parts do not know each other."""
 
-    __slots__ = ("admission", "clock", "config", "decisions", "sequences", "store", "tier_copies", "totals", "worker")
+    __slots__ = (
+        "admission", "clock", "config", "decisions", "sequences", "store", "tier_copies", "totals", "transfers",
+        "worker",
+    )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
         self.config, self.clock = config, clock
@@ -55,6 +60,7 @@ class LedgerState:
         self.admission = Admission()
         self.worker = WorkerView()
         self.tier_copies: list[TierCopy] = []
+        self.transfers = TransferTable()
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""
@@ -81,7 +87,8 @@ class LedgerState:
         if taken is not None:
             self.tier_copies.append(TierCopy(block, taken.frame))
             self.totals.host_stores += 1
-            self.totals.host_drops += bool(taken.dropped) and taken.dropped not in cache.entries
+            lost = taken.dropped and taken.dropped not in cache.entries and taken.dropped not in cache.saved
+            self.totals.host_drops += bool(lost)
 
     def load_frames(self, sequence: Sequence, frames: Items[FrameId]) -> None:
         """Extend a block table by the next free blocks, and order that they get what a run of frames holds."""
@@ -266,8 +273,9 @@ class WorkerView:
     """What the worker said last, and what it was told.
 
     `steps` counts the worker's steps since the session began; `last_step` is the number that its last report named.
-    `lease_want` is how many blocks it asked for. `last_sent_target` is the lease target that it received last, and
-    `refused` names sequences of whose refusal it has still to hear.
+    `lease_want` is how many blocks it asked for, `costs` what a block costs it (None: it has not said).
+    `last_sent_target` is the lease target that it received last, and `refused` names sequences of whose refusal it has
+    still to hear.
     """
 
     lease_want: int = 0
@@ -276,6 +284,7 @@ class WorkerView:
     last_sent_target: int | None = NEVER_SENT
     refused: list[SequenceId] = field(default_factory=list)
     resets: ResetOrder = field(default_factory=ResetOrder)
+    costs: MoveCosts | None = None
 
     def count_steps(self, step: int) -> None:
         """Count the worker's steps up to the one that a report names."""

@@ -49,7 +49,7 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     entries = CachedBlocks.of(inventory.cached_blocks)
     if state.config.prefix_caching:
         yield from _restore_cache(state, entries, cached)
-    yield from _restore_frames(state.store, inventory.frames)
+    yield from _restore_frames(state.store, inventory.frames, inventory.saved)
     for sequence, table in tables:
         _restore_content(state.store, sequence, table)
         for run in sequence.runs:
@@ -114,15 +114,16 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
         cache.forget_ghosts(hashes[step])
 
 
-def _restore_frames(store: BlockStore, claims: Items[CachedBlock]) -> Iterator[None]:
-    """Take over what the worker's host memory holds; there are no events of that either."""
-    if store.tier is None or not claims:
-        return
-    frames = CachedBlocks.of(claims)
-    if len(frames.depths) != len(frames):
-        raise ProtocolViolation("frames of the host tier came without their depths")
-    yield from store.tier.restore(frames, store.blocks, store.cache.entries)
-    store.cache.number += 1
+def _restore_frames(store: BlockStore, held: Items[CachedBlock], saved: Items[CachedBlock]) -> Iterator[None]:
+    """Take over what the worker's host memory and its disk hold; there are no events of that either."""
+    for tier, claims in ((store.tier, held), (store.disk, saved)):
+        if tier is None or not claims:
+            continue
+        frames = CachedBlocks.of(claims)
+        if len(frames.depths) != len(frames):
+            raise ProtocolViolation("frames of a tier came without their depths")
+        yield from tier.restore(frames, store.blocks, store.cache.entries, alone=tier is store.disk)
+        store.cache.number += 1
 
 
 def _restore_pins(store: BlockStore) -> Iterator[None]:

@@ -11,6 +11,7 @@ from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import IN_USE, key_of
 from kvmanager.contracts.sequence import Run, Sequence
+from kvmanager.ledger import transfers
 from kvmanager.ledger.ledger_state import LedgerState
 
 _WAITING, _RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
@@ -26,6 +27,10 @@ def apply_report(state: LedgerState, report: Report) -> None:
         entries = entries_of(report)
         if entries:
             apply_entries(state, entries)
+    if report.disk_closed:
+        transfers.close_disk(state)
+    if report.move_costs is not None:
+        state.worker.costs = report.move_costs
     if report.stalled is not None:
         note_stalled(state, report.stalled)
     state.worker.lease_want = report.lease_want
@@ -150,7 +155,7 @@ def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, 
         release_block_table(state, sequence)
         sequence.num_tokens = num_tokens
         sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
-        sequence.recompute, sequence.awaited, sequence.computed = True, False, 0
+        sequence.recompute, sequence.awaited, sequence.fetch, sequence.computed = True, False, None, 0
         sequence.preemptions += 1
         sequence.queued_at = state.clock.monotonic()
         state.totals.preemptions += 1
@@ -164,7 +169,9 @@ def finish_sequences(state: LedgerState, finished: Iterable[tuple[SequenceId, Fi
         if sequence is None:
             continue
         if sequence.phase is SequencePhase.WAITING:
-            if not state.sequences.planned.stop_waiting(sequence_id):
+            if sequence_id in state.sequences.fetching:
+                transfers.stop_awaiting(state, sequence)
+            elif not state.sequences.planned.stop_waiting(sequence_id):
                 state.sequences.queue.remove_sequence(sequence)
         else:
             release_block_table(state, sequence)
@@ -191,6 +198,8 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
         for table in (*(run.table for run in sequence.runs), sequence.block_table):
             state.store.retention.mark_blocks(sequence, table)
     state.release_copy_source(sequence)
+    if state.store.disk is not None:
+        transfers.queue_saves(state, sequence)
     state.store.release_blocks(sequence.held_blocks())
     sequence.block_table = []
     for run in sequence.runs:
@@ -207,6 +216,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
     (attrgetter("partials"), index_partial_hashes),
     (attrgetter("copied"), release_copy_sources),
     (attrgetter("trim"), trim_tables),
+    (attrgetter("moved"), transfers.end_transfers),
     (attrgetter("returned"), take_back_blocks),
     (attrgetter("preempted"), requeue_preempted),
     (attrgetter("finished"), finish_sequences),

@@ -26,12 +26,13 @@ class SequenceTable:
     `stalled` are those that the worker named last: they lack a block. `copying` are those whose copy was not reported,
     the first first, and whether they still hold its source. `tenants` are those with a live sequence. Where the pool
     has `groups`, blocks that are bound or held are counted in pages, and sequences that wait for a checkpoint are in
-    `planned`, not in the queue. `window` is that of a pool of which every layer has one.
+    `planned`, not in the queue; nor are those in `fetching`, which wait for transfers. `window` is that of a pool of
+    which every layer has one.
     """
 
     __slots__ = (
-        "admitted", "block_size", "copying", "groups", "growth", "live", "next_arrival", "partial", "planned",
-        "preempting", "queue", "running", "stalled", "tenants", "window",
+        "admitted", "block_size", "copying", "fetching", "groups", "growth", "live", "next_arrival", "partial",
+        "planned", "preempting", "queue", "running", "stalled", "tenants", "window",
     )  # fmt: skip
 
     def __init__(self, block_size: int, groups: Items[KvGroup] = (), window: int = 0) -> None:
@@ -41,6 +42,7 @@ class SequenceTable:
         self.queue, self.planned = WaitingQueue(), PlannedStates()
         self.preempting: set[SequenceId] = set()
         self.copying: dict[SequenceId, bool] = {}
+        self.fetching: dict[SequenceId, None] = {}
         self.stalled: tuple[SequenceId, ...] = ()
         self.partial: SequenceId | None = None
         self.growth = self.running = self.admitted = self.next_arrival = 0
@@ -113,7 +115,7 @@ class SequenceTable:
     @property
     def waiting(self) -> int:
         """Sequences without a block table."""
-        return len(self.queue) + len(self.planned.awaited)
+        return len(self.queue) + len(self.planned.awaited) + len(self.fetching)
 
     def end_planned(self, state: BlockHash, owner: SequenceId | None = None) -> None:
         """Forget a planned checkpoint, as `PlannedStates.end` does, and queue those again that have waited for it."""

@@ -173,7 +173,7 @@ async def test_pins_survive_the_manager_and_hold_what_its_workers_bring(
     second = await start_manager(redis_url=redis_url)
     await connect(second).attached(CACHED)
     await until(lambda: len(second.attachments.manager.pins) == 2)
-    assert kept(second) == 2
+    await until(lambda: kept(second) == 2)
     assert await operator_of(second, channel_to).names() == ["p", "q"]
     await operator_of(second, channel_to).unpin("p")
     await operator_of(second, channel_to).unpin("q")

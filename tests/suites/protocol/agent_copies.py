@@ -14,14 +14,15 @@ from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder
 from gpuworker.scheduling.sequence import Sequence
 from gpuworker.scheduling.step_scheduler import StepScheduler
+from gpuworker.scheduling.transfer_book import TransferBook
 from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")
 _COLUMNS = (
     "_reserve", "_bind", "_bind_groups", "_bind_pages", "_seal", "_partials", "_copied", "_trim", "_run_trim",
-    "_returned", "_preempted", "_finished",
+    "_returned", "_preempted", "_finished", "_moved",
 )  # fmt: skip
-_PARTS = ("_sequences", "_blocks", "_frames", "_scheduler", "_report", "_partial_copies")
+_PARTS = ("_sequences", "_blocks", "_frames", "_transfers", "_scheduler", "_report", "_partial_copies")
 
 
 def shallow(thing: T) -> T:
@@ -41,6 +42,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._copies, twin._loaded = agent._copies.copy(), agent._loaded.copy()
     twin._frames = FrameClaims(agent._frames.num_frames)
     twin._frames.held = agent._frames.held.copy()
+    twin._transfers = _copy_transfers(agent._transfers)
     twin._partial_copies = PartialCopies()
     twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
     twin._departures = _copy_departures(agent._departures, twin)
@@ -60,10 +62,18 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         tuple([plan.copies for plan in agent._in_flight]),
         (agent._lease_target, agent.reset),
         frozenset([(frame, each and each.hash) for frame, each in agent._frames.held.items()]),
+        (agent._transfer_waits, _transfers_key(agent._transfers)) if agent.config.disk_frames else None,
     )
 
 
 # ---------------------------------------------------------------- copies
+
+
+def _copy_transfers(old: TransferBook) -> TransferBook:
+    twin = TransferBook(old.disk_frames)
+    twin.saved, twin.open = old.saved.copy(), old.open.copy()
+    twin._to_read, twin._to_take = old._to_read.copy(), old._to_take.copy()
+    return twin
 
 
 def _copy_blocks(old: BlockStates) -> BlockStates:
@@ -122,6 +132,11 @@ def _copy_sequence(old: Sequence) -> Sequence:
 # ---------------------------------------------------------------- keys
 
 
+def _transfers_key(transfers: TransferBook) -> tuple[object, ...]:
+    saved = frozenset([(frame, each.hash) for frame, each in transfers.saved.items()])
+    return saved, tuple(transfers.open.values()), tuple(transfers._to_read), tuple(transfers._to_take)
+
+
 def _blocks_key(blocks: BlockStates) -> tuple[object, ...]:
     """Leave out the step of last use, which only orders an inventory's cached blocks."""
     claims = frozenset([(block, each.hash) for block, each in blocks.content.items()])
@@ -154,6 +169,7 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         tuple(report._preempted),
         tuple(report._finished),
         report._reset,
+        tuple(report._moved),
     )
 
 

@@ -105,6 +105,11 @@ def _key_of(slots: tuple[int, ...], part: int) -> BlockHash | None:
     return key(nodes[-1], len(nodes))
 
 
+def key_of_slots(slots: tuple[int, ...]) -> BlockHash | None:
+    """Return the key of the block whose slots these are; None unless all hold the tokens of one prefix."""
+    return _key_of(slots, 0)
+
+
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
     """Return the key of the block before the one that `of` stands for; None for a first block."""
     before = ancestor(_nodes_of_keys[of], block_size)

@@ -1,8 +1,8 @@
 """The invariants I1 to I14 of the lease protocol, checked on a world after every event.
 
-Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I28 is that a row
-goes on from the states of its own tokens, I31 that no checkpoint stands behind a sequence's last token. I33 is that
-messages tell of no groups where the pool has none.
+Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I25 is that no
+transfer touches a place while a copy does. I28 is that a row goes on from the states of its own tokens, I31 that no
+checkpoint stands behind a sequence's last token. I33 is that messages tell of no groups where the pool has none.
 
 I15, the order in which blocks are granted, is checked by `liveness.py` alone.
 """
@@ -216,12 +216,30 @@ def _frames_are_true(world: World, ledger: Ledger) -> None:
         if claim is not None and device.block_key(device.frame(frame)) != claim.hash:
             raise Violation("I17", f"the worker claims what frame {frame} does not hold")
     coming = {each.frame for each in (*_ordered_copies(world), *ledger.state.tier_copies) if not each.load}
+    _disk_is_true(world, ledger)
     for key, frame in tier.entries.items():
         if frame not in coming and device.block_key(device.frame(frame)) != key:
             raise Violation("I17", f"frame {frame} does not hold what its hash says")
         parent = content.parent_key(key, world.scenario.block_size)
         if parent is not None and parent not in tier.entries and parent not in ledger.state.store.cache.entries:
             raise Violation("I18", f"frame {frame} holds a content without its parent")
+
+
+def _disk_is_true(world: World, ledger: Ledger) -> None:
+    """I17 of frames on disk, if they have not rotted. I18: the true parent of each hash there is there too."""
+    found, disk = dict(world.disk.entries), ledger.state.store.disk
+    claims = {frame: claim.hash for frame, claim in world.agent._transfers.saved.items()}
+    for frame, key in (*claims.items(), *((frame, key) for key, frame in (disk.entries if disk else {}).items())):
+        entry = found.get(frame)
+        if entry is None and frame in claims:
+            raise Violation("I17", f"frame {frame} on disk holds nothing")
+        image = None if entry is None else entry.image
+        if entry is not None and (entry.hash != key or (image and content.key_of_slots(image) != key)):
+            raise Violation("I17", f"frame {frame} on disk does not hold what its hash says")
+    for key in disk.entries if disk is not None else ():
+        parent = content.parent_key(key, world.scenario.block_size)
+        if parent is not None and disk is not None and parent not in disk.entries:
+            raise Violation("I18", "a content is on disk without its parent")
 
 
 def _sources_are_held(world: World, ledger: Ledger) -> None:
@@ -253,7 +271,7 @@ def _members(world: World, ledger: Ledger) -> set[BlockHash]:
     """
     entries, runs = ledger.state.store.cache.entries, range(1, len(world.layers))
     if world.scenario.frames:
-        return entries.keys() | ledger.state.store.cache.below.keys()
+        return entries.keys() | ledger.state.store.cache.below.keys() | ledger.state.store.cache.saved.keys()
     return {key for key in entries if key == hash_in(key) and all(key_of(key, group) in entries for group in runs)}
 
 
@@ -288,7 +306,8 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     if back:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
     store = ledger.state.store
-    if world.void and not world.void.isdisjoint(store.cache.entries.keys() | store.cache.below.keys()):
+    everywhere = store.cache.entries.keys() | store.cache.below.keys() | store.cache.saved.keys()
+    if world.void and not world.void.isdisjoint(everywhere):
         raise Violation("I11", "what a reset dropped is in a block or a frame, and nothing has computed it since")
 
 

@@ -9,7 +9,7 @@ from common.contracts.clock import Clock
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.eviction.lru import LeastRecentlyUsed
-from kvmanager.cache.host_tier import HostTier
+from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.cache.retention import Retention
 from kvmanager.contracts.block import Blocks
@@ -65,7 +65,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.admission = replace(old.admission, reservation=replace(reservation) if reservation else None)
     worker = old.worker
     new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
-    new.tier_copies = old.tier_copies.copy()
+    new.tier_copies, new.transfers = old.tier_copies.copy(), old.transfers.copy()
     return new
 
 
@@ -77,6 +77,8 @@ def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
     new.cache.states = new.states
     new.tier = new.cache.tier = _copy_tier(old.tier) if old.tier is not None else None
     new.cache.below = new.tier.entries if new.tier is not None else {}
+    new.disk = new.cache.disk = _copy_tier(old.disk) if old.disk is not None else None
+    new.cache.saved = new.disk.entries if new.disk is not None else {}
     new.eviction = _copy_order(old, new)
     # No model retains or pins blocks, so there are no marks to copy.
     new.retention = Retention(
@@ -92,7 +94,7 @@ def _copy_sequences(old: SequenceTable) -> SequenceTable:
     new.live = {key: _copy_sequence(sequence) for key, sequence in old.live.items()}
     new.tenants, new.copying, new.preempting = old.tenants.copy(), old.copying.copy(), old.preempting.copy()
     new.queue, new.stalled, new.partial = _copy_queue(old.queue), old.stalled, old.partial
-    new.planned = old.planned.copy()
+    new.planned, new.fetching = old.planned.copy(), old.fetching.copy()
     new.running, new.admitted, new.growth = old.running, old.admitted, old.growth
     new.next_arrival = old.next_arrival
     return new
@@ -144,14 +146,14 @@ def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
     return new
 
 
-def _copy_tier(old: HostTier) -> HostTier:
-    new = HostTier.__new__(HostTier)
+def _copy_tier(old: FrameTier) -> FrameTier:
+    new = FrameTier.__new__(FrameTier)
     new.frames, new.entries = _copy_blocks(old.frames), old.entries.copy()
-    new.free, new.apart = old.free.copy(), old.apart.copy()
+    new.free, new.apart, new.expected = old.free.copy(), old.apart.copy(), old.expected.copy()
     if isinstance(old.order, LeastRecentlyUsed):
         new.order = order = _copy_list(old.order)
-        order._blocks, order._entries, order._aside, order._ready, order._number = new.frames, new.entries, {}, [], 0
-        order.withheld = ()
+        order._blocks, order._entries, order.withheld = new.frames, new.entries, ()
+        order._aside, order._ready, order._number = old.order._aside.copy(), old.order._ready.copy(), old.order._number
     else:
         new.order = deepcopy(old.order, {id(old.frames): new.frames, id(old.entries): new.entries})
     return new
@@ -177,6 +179,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
         setattr(new, name, getattr(old, name))
     new.block_hashes, new.block_table, new.forks = old.block_hashes.copy(), old.block_table.copy(), old.forks.copy()
     new.runs = tuple([_copy_run(run) for run in old.runs])
+    new.fetch = replace(old.fetch, open=old.fetch.open.copy()) if old.fetch is not None else None
     return new
 
 
@@ -200,9 +203,9 @@ def _partial_key(state: LedgerState) -> tuple[object, ...]:
 
 
 def _tier_key(state: LedgerState) -> tuple[object, ...]:
-    tier = state.store.tier
-    assert tier is not None
-    return tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), tuple(state.tier_copies)
+    tiers = [each for each in (state.store.tier, state.store.disk) if each is not None]
+    held = [(tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), frozenset(tier.expected)) for tier in tiers]
+    return tuple(held), tuple(state.tier_copies), state.transfers.key() if state.store.disk is not None else None
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:
@@ -225,5 +228,5 @@ def _sequence_key(each: Sequence) -> tuple[object, ...]:
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
         each.copy_source, each.computed, each.preemptions, tuple([tuple(run.table) for run in each.runs]),
-        each.awaited, each.has_tail,
+        each.awaited, each.has_tail, each.fetch and each.fetch.key(),
     )  # fmt: skip

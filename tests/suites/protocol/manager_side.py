@@ -128,7 +128,8 @@ class ManagerSide(State):
         reports = [message for link in self.links for message in link.to_manager if isinstance(message, Report)]
         sealed = [*(seal for report in reports for seal in report.seal), *self.agent._report._seal]
         read.update(key for _, key in sealed)
-        found = {store.blocks.hash[block] for block in store.pool.cached} | store.cache.below.keys()
+        below = store.cache.below.keys() | store.cache.saved.keys()
+        found = {store.blocks.hash[block] for block in store.pool.cached} | below
         return frozenset(key for key in found - read if key is not None)
 
     def _renew_epoch(self, manager: ModelManager, seen: int) -> bool:

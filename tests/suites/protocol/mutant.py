@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 from tests.suites.protocol.scenario import Scenario
-from tests.suites.protocol.scenarios import AGES, ALL_FAULTS, LARGE, RESETS, TINY
+from tests.suites.protocol.scenarios import AGES, ALL_FAULTS, LARGE, RESETS, ROTS, TINY
 from tests.suites.protocol.search import Found, Pace, exhaust, walk
 
 Patch = tuple[Any, str, Any]
@@ -61,7 +61,8 @@ class Walks:
     def world(self) -> Scenario:
         world = LARGE[self.scenario]
         faults = {kind: limit for kind, limit in (ALL_FAULTS | RESETS).items() if kind in self.faults}
-        return replace(world, max_faults=12, faults=faults | (AGES if world.max_wait else {}))
+        further = (AGES if world.max_wait else {}) | (ROTS if world.disk and len(faults) > 1 else {})
+        return replace(world, max_faults=12, faults=faults | further)
 
     def run(self) -> Found:
         steps, found = 0, Found()

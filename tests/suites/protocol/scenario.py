@@ -63,13 +63,15 @@ class Scenario:
     waited for. `tail_share`: the part of the pool that tails take at most. `admissions`: those of one batch at most,
     where a report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after
     `in_turn` admissions by priority one that is old comes next; the clock stands still but for the fault "age".
-    Where the pool has `groups`, `num_blocks` counts pages. `frames` are those of the worker's host memory.
+    Where the pool has `groups`, `num_blocks` counts pages. `frames` are those of the worker's host memory, `disk` those
+    on its disk.
     """
 
     requests: tuple[Request, ...]
     num_blocks: int
     block_size: int = 2
     frames: int = 0
+    disk: int = 0
     budget: int = 4
     long_prefill_cap: int = 0
     runway_slots: int = 2

@@ -17,6 +17,9 @@ RESETS = {"reset": 3}
 AGES = {"age": 4}
 """How often time passes in worlds where it does."""
 
+ROTS = {"rot": 2}
+"""How often a frame on disk rots, where there is a disk."""
+
 SHARED = (0, 1, 0, 0, 1, 1)
 TWO_SHARERS = (Request((0, 1, 0), 2), Request((0, 1, 1, 0), 2))
 """Both begin with the block (0, 1); together they grow to more blocks than three."""
@@ -149,6 +152,13 @@ TINY: dict[str, Scenario] = {
         TURNS, 4, frames=3, budget=6, max_num_seqs=1, max_faults=2, faults={"stream_break": 1, "reset": 1}
     ),
     "frames_pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, frames=2, budget=3),
+    "disk": Scenario(TURNS, 4, frames=2, disk=2, budget=6, max_num_seqs=1, max_faults=1, faults={"worker_crash": 1}),
+    "disk_rots": Scenario(
+        TURNS, 4, frames=2, disk=3, budget=6, max_num_seqs=1, max_faults=2, faults={"worker_crash": 1, "rot": 1}
+    ),
+    "disk_reset": Scenario(
+        TURNS, 4, frames=2, disk=2, budget=6, max_num_seqs=1, max_faults=2, faults={"worker_crash": 1, "reset": 1}
+    ),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -317,6 +327,12 @@ LARGE: dict[str, Scenario] = {
     "frames_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, partly=True, max_num_seqs=1),
     "frames_parts": Scenario(_BEGINNING, 10, frames=6, budget=5, first_part=4, with_index=True),
     "frames_mixed": Scenario(_MIXED, 8, frames=6, budget=4),
+    "disk": Scenario(_IN_TURNS, 6, frames=6, disk=12, budget=5, max_num_seqs=1, with_index=True),
+    "disk_few": Scenario(_IN_TURNS, 7, frames=4, disk=4, budget=4, max_num_seqs=2, with_index=True),
+    "disk_pressed": Scenario(_IN_TURNS, 8, frames=5, disk=20, budget=4, max_num_seqs=3, admissions=1),
+    "disk_partial": Scenario(_IN_TURNS, 4, frames=6, disk=9, block_size=4, budget=6, partly=True, max_num_seqs=1),
+    "disk_parts": Scenario(_BEGINNING, 10, frames=6, disk=12, budget=5, first_part=4, with_index=True),
+    "disk_mixed": Scenario(_MIXED, 8, frames=6, disk=8, budget=4, with_index=True),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
     "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tests.suites.protocol.invariants import Violation, check, check_quiescence
 from tests.suites.protocol.scenario import Scenario
+from tests.suites.protocol.transfer_side import TRANSFERS
 from tests.suites.protocol.world import FAULTS, Event, World
 
 PEACE_ROUNDS = 400
@@ -100,7 +101,7 @@ def _round(world: World) -> Iterator[Event]:
     if world.link is None:
         newest = max(n for n, manager in enumerate(world.managers) if manager.alive)
         yield ("connect", newest)
-    for name in ("to_manager", "further", "to_worker", "plan", "complete", "report", "flush"):
+    for name in ("to_manager", "further", "to_worker", *TRANSFERS, "plan", "complete", "report", "flush"):
         for event in world.events():
             while event[0] == name and event in world.events():
                 yield event

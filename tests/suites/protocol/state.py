@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from common.contracts.lease import Attach, AttachOk, Copy, GrantBatch, Inventory, Report
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
@@ -18,6 +18,10 @@ from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.suites.protocol.scenario import Layers, Scenario
+
+if TYPE_CHECKING:
+    from common.contracts.moves import Move
+    from tests.suites.protocol.transfer_side import Disk, Image, Write
 
 WORKER = "w"
 
@@ -102,6 +106,11 @@ class State:
     dropped: frozenset[BlockId]
     # The hashes that it dropped of frames and of blocks that no sequence had, and that no step has computed since.
     void: frozenset[BlockHash]
+    # The disk of the worker's machine, and what threads of the worker have in hand.
+    disk: Disk
+    reading: tuple[Move, ...]
+    writing: tuple[Write, ...]
+    landing: tuple[tuple[Move, Image], ...]
     # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.
     states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.

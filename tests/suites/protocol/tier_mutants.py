@@ -11,7 +11,7 @@ from common.contracts.types import BlockId, FrameId
 from gpuworker.scheduling import frame_claims
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.frame_claims import FrameClaims
-from kvmanager.cache.host_tier import HostTier, Taken
+from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks, nothing
@@ -31,11 +31,11 @@ def load_first(state: LedgerState) -> tuple[TierCopy, ...]:
     return tuple(sorted(_take_copies(state), key=lambda each: not each.load))
 
 
-def hold_none(tier: HostTier, frames: Iterable[FrameId]) -> None:
+def hold_none(tier: FrameTier, frames: Iterable[FrameId]) -> None:
     """Frames of a grant stay in the order of eviction."""
 
 
-def release_none(tier: HostTier, frames: Items[FrameId]) -> None:
+def release_none(tier: FrameTier, frames: Items[FrameId]) -> None:
     """They never left it."""
 
 
@@ -85,7 +85,7 @@ TIER_MUTANTS = (
     Mutant(
         "123",
         "the frames of a grant may be taken for what it evicts",
-        ((HostTier, "hold", hold_none), (HostTier, "release", release_none)),
+        ((FrameTier, "hold", hold_none), (FrameTier, "release", release_none)),
         Walks("frames_few"),
         ("I2", "I3", "I4", "I17"),
     ),
@@ -129,8 +129,8 @@ TIER_MUTANTS = (
         "a loaded block is not compared with the place that it is for, and frames of a grant may be taken",
         (
             (frame_claims, "_check_place", nothing),
-            (HostTier, "hold", hold_none),
-            (HostTier, "release", release_none),
+            (FrameTier, "hold", hold_none),
+            (FrameTier, "release", release_none),
         ),
         Walks("frames_few"),
         ("I3", "I4", "I17", "I2"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
-from common.contracts.lease import Attach, AttachOk, Copy, GrantBatch, Inventory
+from common.contracts.lease import Attach, AttachOk, CachedBlock, Copy, GrantBatch, Inventory
 from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
@@ -20,10 +20,11 @@ from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation
 from tests.suites.protocol.scenario import EOS, Guesser, Layers
-from tests.suites.protocol.state import WORKER, Link, State
+from tests.suites.protocol.state import WORKER, Link
+from tests.suites.protocol.transfer_side import Disk, TransferSide
 
 
-class WorkerSide(State):
+class WorkerSide(TransferSide):
     """Events of the worker process."""
 
     def start_worker(self) -> None:
@@ -43,6 +44,7 @@ class WorkerSide(State):
             groups=sizes.groups,
             min_partial_block=sizes.block_size if sizes.partly else MIN_PARTIAL_BLOCK,
             host_frames=sizes.frames,
+            disk_frames=sizes.disk,
         )
         geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window, groups=sizes.groups)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
@@ -56,10 +58,13 @@ class WorkerSide(State):
             sizes.num_blocks,
             max_num_seqs=sizes.max_num_seqs,
             host_frames=sizes.frames,
+            disk_frames=sizes.disk,
         )
         self.worker = LeaseSession(LeaseAgent(config), attach)
+        self.restart_transfers()
         self.device = Device(sizes.num_blocks, sizes.block_size, sizes.frames)
-        self.dropped, self.void = frozenset(), frozenset()
+        # What a reset dropped may come back from a disk that has missed it.
+        self.dropped, self.void = frozenset(), self.void if sizes.disk else frozenset()
         self.states: dict[SequenceId, int] = {}
         self.paths: dict[SequenceId, list[int]] = {}
         self.request_of: dict[SequenceId, int] = {}
@@ -260,7 +265,7 @@ class WorkerSide(State):
     def connect(self, manager: int) -> bool:
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
-        inventory = replace(inventory, frames=tuple(replace(each, last_used=0) for each in inventory.frames))
+        inventory = replace(inventory, frames=_undated(inventory.frames), saved=_undated(inventory.saved))
         self._check_groups(inventory.block_groups, inventory.block_pages, *(each.runs for each in inventory.sequences))
         opened = (attach, _without_times(inventory))
         self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
@@ -282,6 +287,8 @@ class WorkerSide(State):
             self._check_groups(admit.runs, admit.pages)
         applied = self.worker.receive(link.session, message)
         if applied is not None:
+            if message.reset:
+                self.disk = Disk(reset=message.reset)
             self._copy(message)
             for admit in applied.admitted:
                 self.copying.pop(admit.sequence, None)
@@ -297,4 +304,8 @@ class WorkerSide(State):
 
 
 def _without_times(inventory: Inventory) -> Inventory:
-    return replace(inventory, cached_blocks=tuple(replace(each, last_used=0) for each in inventory.cached_blocks))
+    return replace(inventory, cached_blocks=_undated(inventory.cached_blocks))
+
+
+def _undated(claims: Items[CachedBlock]) -> tuple[CachedBlock, ...]:
+    return tuple([replace(each, last_used=0) for each in claims])

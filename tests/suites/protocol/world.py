@@ -17,12 +17,13 @@ from tests.suites.protocol.invariants import Violation, check
 from tests.suites.protocol.manager_side import CLOCK, ManagerSide
 from tests.suites.protocol.scenario import Scenario, layers_of
 from tests.suites.protocol.state import Link, ModelManager
+from tests.suites.protocol.transfer_side import TRANSFERS, Disk
 from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
-FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset", "age")
+FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset", "rot", "age")
 """The last one is none: time passes, and whoever waits is old."""
-OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel"})
+OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel", "rot", *TRANSFERS})
 """Events that leave the managers as they are; all events may change the queues between them and the worker."""
 
 
@@ -37,6 +38,7 @@ class World(WorkerSide, ManagerSide):
         self.dropped: frozenset[BlockId] = frozenset()
         self.void: frozenset[BlockHash] = frozenset()
         self.incarnation = 0
+        self.disk = Disk()
         self.links: list[Link] = []
         self.managers: list[ModelManager] = []
         self.start_manager()
@@ -63,6 +65,12 @@ class World(WorkerSide, ManagerSide):
             elif link.to_manager:
                 found += [("to_manager", number)]
             found += [("to_worker", number)] if link.to_worker else []
+        if self.scenario.disk:
+            book = self.agent._transfers
+            found += [("begin", 0)] if book._to_read or book._to_take else []
+            found += [("read", 0)] if self.reading else []
+            found += [("write", 0)] if self.writing else []
+            found += [("land", 0)] if self.landing else []
         if self.scenario.with_index:
             found += [("flush", n) for n, m in enumerate(self.managers) if m.alive]
         return found
@@ -89,6 +97,8 @@ class World(WorkerSide, ManagerSide):
                 return [0] if self.link else []
             case "manager_crash" | "reset":
                 return [number for number, manager in enumerate(self.managers) if manager.alive]
+            case "rot":
+                return [frame for frame, entry in self.disk.entries if entry.image is not None]
             case _:
                 return [0]
 
@@ -203,6 +213,7 @@ class World(WorkerSide, ManagerSide):
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
             (self.resets, self.dropped, self.void),
+            (self.disk, self.reading, self.writing, self.landing),
         )
 
     def _worker_key(self) -> tuple[object, ...]:

@@ -1,14 +1,18 @@
-"""The frames of a worker's host memory: what cached blocks held that were evicted, and is copied back in place of work.
+"""The frames of a tier below the pool, host memory or disk: what cached blocks held, to be copied back.
 
-A block's content goes into a frame when the block is evicted, and stays there while a copy of it is in a block again:
+A block's content goes into a frame of host memory when the block is evicted, and stays there while a copy of it is in a
+block again:
 
     cached --evicted--> stored into a frame        a frame --loaded--> in use, and the frame keeps its content
 
-The worker copies in the order in which it was told, before the rows of its next step. So a frame holds its content from
-the order on, for everything that is ordered later.
+The worker makes these copies in the order in which it was told, before the rows of its next step. So a frame holds its
+content from the order on, for everything that is ordered later. A move (`ledger/moves.py`) may fail and takes longer:
 
-Blocks and frames are one forest: the parent of a hash that a frame has is in a block or in a frame. Blocks alone are
-closed under prefixes, so a prompt's hits are a run of blocks and a run of frames behind it.
+    free --expect--> expected --admit--> cached              expected --abandon--> free
+
+Blocks and frames of host memory are one forest: the parent of a hash that a frame has is in a block or in a frame.
+Blocks alone are closed under prefixes, so a prompt's hits are a run of blocks and a run of frames behind it. Frames on
+disk are closed under prefixes by themselves: they outlive the worker's process.
 """
 
 from __future__ import annotations
@@ -36,10 +40,13 @@ class Taken(NamedTuple):
     depth: int
 
 
-class HostTier:
-    """Frames by what they hold. Its columns are those of blocks: a frame is free, cached, or in use by a grant."""
+class FrameTier:
+    """Frames by what they hold. Its columns are those of blocks: a frame is free, cached, or in use.
 
-    __slots__ = ("apart", "entries", "frames", "free", "order")
+    One in use is held by a grant or a move that reads it, or it is `expected`: a move is to fill it.
+    """
+
+    __slots__ = ("apart", "entries", "expected", "frames", "free", "order")
 
     def __init__(self, num_frames: int, eviction: EvictionName) -> None:
         self.frames = Blocks(num_frames)
@@ -55,6 +62,8 @@ class HostTier:
         self.free = FreeBlocks(map(FrameId, range(len(self.frames))))
         # How many frames hold children of a hash that no frame has.
         self.apart: dict[BlockHash, int] = {}
+        # What frames are to hold once their moves are done. Such a hash counts as a child of its parent.
+        self.expected: dict[BlockHash, FrameId] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -81,20 +90,22 @@ class HostTier:
     # ------------------------------------------------------------ stores
 
     def take_frame(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
-        """Give a content that no frame has a frame, if need be that of the least worth; None: a grant uses them all."""
-        frames, dropped, at = self.frames, ROOT, 0
+        """Give a content that no frame has a frame, if need be that of the least worth; None: all are in use."""
+        taken = self._take()
+        if taken is not None:
+            self._describe(taken.frame, block_hash, parent, depth)
+            self._enter(taken.frame, block_hash)
+            self._order_new(taken.frame)
+        return taken
+
+    def _take(self) -> Taken | None:
         if self.free:
-            frame = self.free.popleft()
-        elif self.order.can_pop():
-            frame = self.order.pop_block()
-            at = frames.index[frame]
-            dropped = self._forget(frame)
-        else:
+            return Taken(self.free.popleft(), ROOT, 0)
+        if not self.order.can_pop():
             return None
-        self._enter(frame, block_hash, parent, depth)
-        self.order.note_registered(frame, self.entries.get(parent), NO_MARK)
-        self.order.add_block(frame)
-        return Taken(frame, dropped, at)
+        frame = self.order.pop_block()
+        depth = self.frames.index[frame]
+        return Taken(frame, self._forget(frame), depth)
 
     def touch(self, block_hash: BlockHash) -> None:
         """Count the frame of a content, if there is one, as released now: its block was evicted."""
@@ -103,13 +114,21 @@ class HostTier:
             self.order.discard_block(frame)
             self.order.add_block(frame)
 
-    def _enter(self, frame: FrameId, block_hash: BlockHash, parent: BlockHash, depth: int) -> None:
+    def _describe(self, frame: FrameId, block_hash: BlockHash, parent: BlockHash, depth: int) -> None:
+        """Note what a frame holds, or is to hold, and count it as a child of its parent."""
         frames = self.frames
         frames.hash[frame], frames.parent[frame], frames.index[frame] = block_hash, parent, depth
-        frames.state[frame], frames.children[frame] = CACHED, self.apart.pop(block_hash, 0)
-        self.entries[block_hash] = frame
         if parent:
             self._count_child(parent, 1)
+
+    def _enter(self, frame: FrameId, block_hash: BlockHash) -> None:
+        """Let a frame have a content."""
+        self.frames.state[frame], self.frames.children[frame] = CACHED, self.apart.pop(block_hash, 0)
+        self.entries[block_hash] = frame
+
+    def _order_new(self, frame: FrameId) -> None:
+        self.order.note_registered(frame, self.entries.get(self.frames.parent[frame] or ROOT), NO_MARK)
+        self.order.add_block(frame)
 
     def _forget(self, frame: FrameId) -> BlockHash:
         frames = self.frames
@@ -141,18 +160,82 @@ class HostTier:
             self.frames.state[frame] = IN_USE
 
     def release(self, frames: Items[FrameId]) -> None:
-        """Give back the frames of a run: their loads are ordered."""
+        """Give back the frames of a run: their loads are ordered, or the moves that read them have ended."""
         for frame in reversed(frames):
             self.frames.state[frame] = CACHED
             self.order.add_block(frame)
 
+    # ------------------------------------------------------------ moves
+
+    def expect(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
+        """Do what `take_frame` does for a content that a move is to bring: it is no hit before that."""
+        taken = self._take()
+        if taken is not None:
+            self._describe(taken.frame, block_hash, parent, depth)
+            self.frames.state[taken.frame] = IN_USE
+            self.expected[block_hash] = taken.frame
+            self.touch(parent)  # it is no leaf any more
+        return taken
+
+    def admit(self, block_hash: BlockHash) -> None:
+        """Let a frame have the content that a move has brought."""
+        frame = self.expected.pop(block_hash)
+        self._enter(frame, block_hash)
+        self._order_new(frame)
+
+    def abandon(self, block_hash: BlockHash) -> None:
+        """Free the frame of a move that brought nothing, or brought what has no place any more."""
+        frame = self.expected.pop(block_hash)
+        if parent := self.frames.parent[frame]:
+            self._count_child(parent, -1)
+            self.touch(parent)  # it may be a leaf now
+        self._set_free(frame)
+
+    def _set_free(self, frame: FrameId) -> None:
+        self.frames.hash[frame], self.frames.state[frame] = None, FREE
+        self.free.append(frame)
+
+    def end_read(self, frame: FrameId, block_hash: BlockHash) -> bool:
+        """Give back a frame that a move has read; return whether it still holds what was read."""
+        if self.entries.get(block_hash) == frame:
+            self.release([frame])
+            return True
+        if self.frames.state[frame] is IN_USE and self.frames.hash[frame] is None:
+            self._set_free(frame)  # its content was dropped meanwhile
+        return False
+
+    def drop_tree(self, root: BlockHash) -> list[tuple[int, BlockHash]]:
+        """Forget `root`, if a frame has it, and its descendants, which no reader can use any more.
+
+        Return the depths and hashes, the deepest first. A frame that a move reads is free once that has ended. This
+        looks at every frame, so it is for what is rare.
+        """
+        frames, gone, known = self.frames, list[tuple[int, BlockHash]](), {root}
+        for depth, frame in sorted((frames.index[frame], frame) for frame in self.entries.values()):
+            block_hash, parent = frames.hash[frame] or ROOT, frames.parent[frame]
+            if block_hash == root or (parent and parent in known):
+                known.add(block_hash)
+                gone.append((depth, block_hash))
+        for _, block_hash in reversed(gone):
+            frame = self.entries[block_hash]
+            if frames.state[frame] is CACHED:
+                self.order.discard_block(frame)
+                self._forget(frame)
+                self._set_free(frame)
+            else:
+                self._forget(frame)
+            self.touch(frames.parent[frame] or ROOT)
+        return gone[::-1]
+
     # ------------------------------------------------------------ rebuilds
 
-    def restore(self, claims: CachedBlocks, blocks: Blocks, entries: dict[BlockHash, FrameId]) -> Iterator[None]:
+    def restore(
+        self, claims: CachedBlocks, blocks: Blocks, entries: dict[BlockHash, FrameId], alone: bool = False
+    ) -> Iterator[None]:
         """Take over what a worker's frames hold, behind parents that blocks or frames have; others stay free.
 
-        `blocks` and `entries` are those of the prefix cache. Raises ProtocolViolation for a frame that there is not, or
-        that stands twice.
+        `blocks` and `entries` are those of the prefix cache. With `alone` only frames of this tier count as parents.
+        Raises ProtocolViolation for a frame that there is not, or that stands twice.
         """
         frames, named, by_depth = self.frames, set[FrameId](), dict[int, list[int]]()
         for row, (frame, depth) in enumerate(zip(claims.blocks, claims.depths, strict=True)):
@@ -167,8 +250,9 @@ class HostTier:
             level = list[FrameId]()
             for row in rows:
                 frame, block_hash, parent = claims.blocks[row], claims.hashes[row], claims.parent_hashes[row]
-                if self._fits(block_hash, parent if depth else ROOT, depth, blocks, entries):
-                    self._enter(frame, block_hash, parent if depth else ROOT, depth)
+                if self._fits(block_hash, parent if depth else ROOT, depth, blocks, entries, alone):
+                    self._describe(frame, block_hash, parent if depth else ROOT, depth)
+                    self._enter(frame, block_hash)
                     level.append(frame)
                     last_used[frame] = claims.last_used[row]
                 done += 1
@@ -181,7 +265,13 @@ class HostTier:
         self.free = FreeBlocks([frame for frame in self.free if frames.state[frame] is FREE])
 
     def _fits(
-        self, block_hash: BlockHash, parent: BlockHash, depth: int, blocks: Blocks, entries: dict[BlockHash, FrameId]
+        self,
+        block_hash: BlockHash,
+        parent: BlockHash,
+        depth: int,
+        blocks: Blocks,
+        entries: dict[BlockHash, FrameId],
+        alone: bool,
     ) -> bool:
         """Return whether a content has its parent before it, and no other content its hash."""
         if block_hash in self.entries:
@@ -191,7 +281,7 @@ class HostTier:
             return False
         if not parent:
             return True
-        above, at = entries.get(parent), self.entries.get(parent)
+        above, at = None if alone else entries.get(parent), self.entries.get(parent)
         return (above is not None and blocks.index[above] == depth - 1) or (
             at is not None and self.frames.index[at] == depth - 1
         )

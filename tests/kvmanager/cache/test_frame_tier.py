@@ -9,7 +9,7 @@ import pytest
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
 from common.contracts.types import BlockHash, BlockId
-from kvmanager.cache.host_tier import HostTier
+from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.ledger_config import EvictionName
 
@@ -17,7 +17,7 @@ A, B, C, D, OTHER = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c", b"d
 CHAIN = (A, B, C, D)
 
 
-def store(tier: HostTier, *depths: int) -> list[BlockHash]:
+def store(tier: FrameTier, *depths: int) -> list[BlockHash]:
     """Store blocks of the chain by their depths, and return what had to go for them."""
     gone = []
     for depth in depths:
@@ -34,7 +34,7 @@ def claims(*rows: tuple[int, BlockHash, BlockHash, int]) -> CachedBlocks:
 
 @pytest.mark.parametrize("policy", get_args(EvictionName))
 def test_a_chain_that_is_evicted_leaves_first_goes_leaves_first(policy: EvictionName) -> None:
-    tier = HostTier(3, policy)
+    tier = FrameTier(3, policy)
     assert store(tier, 2, 1, 0) == []
     assert tier.find_run(CHAIN, 0, 4) == [2, 1, 0]
     taken = tier.take_frame(OTHER, ROOT, 0)
@@ -44,7 +44,7 @@ def test_a_chain_that_is_evicted_leaves_first_goes_leaves_first(policy: Eviction
 
 
 def test_a_run_ends_where_a_hash_stands_elsewhere_or_behind_another_one() -> None:
-    tier = HostTier(4, "lru")
+    tier = FrameTier(4, "lru")
     store(tier, 1, 0)
     assert tier.find_run((A, B), 1, 2) == [0]
     assert tier.find_run((OTHER, B), 1, 2) == [], "behind another block"
@@ -53,7 +53,7 @@ def test_a_run_ends_where_a_hash_stands_elsewhere_or_behind_another_one() -> Non
 
 
 def test_children_are_counted_before_their_parent_comes_and_when_it_has_gone() -> None:
-    tier = HostTier(4, "utility")
+    tier = FrameTier(4, "utility")
     store(tier, 2, 1)
     assert (tier.apart, tier.frames.children[1]) == ({A: 1}, 1)
     store(tier, 0)
@@ -61,7 +61,7 @@ def test_children_are_counted_before_their_parent_comes_and_when_it_has_gone() -
 
 
 def test_a_frame_of_a_grant_is_not_taken_and_comes_back_as_released_last() -> None:
-    tier = HostTier(2, "lru")
+    tier = FrameTier(2, "lru")
     store(tier, 1, 0)
     tier.hold([BlockId(1), BlockId(0)])
     assert tier.take_frame(OTHER, ROOT, 0) is None, "a grant uses both"
@@ -72,7 +72,7 @@ def test_a_frame_of_a_grant_is_not_taken_and_comes_back_as_released_last() -> No
 
 
 def test_a_touched_frame_goes_after_the_others() -> None:
-    tier = HostTier(2, "lru")
+    tier = FrameTier(2, "lru")
     tier.take_frame(A, ROOT, 0)
     tier.take_frame(OTHER, ROOT, 0)
     tier.touch(A)
@@ -83,7 +83,7 @@ def test_a_touched_frame_goes_after_the_others() -> None:
 
 
 def test_an_inventory_gives_back_what_has_its_parent_and_frees_the_rest() -> None:
-    tier, blocks = HostTier(6, "lru"), Blocks(2)
+    tier, blocks = FrameTier(6, "lru"), Blocks(2)
     blocks.index[0], blocks.parent[0] = 0, ROOT
     rows = claims((4, C, B, 2), (1, B, A, 1), (3, OTHER, D, 3), (0, D, C, 9), (5, A, B, 7))
     for _ in tier.restore(rows, blocks, {A: BlockId(0)}):
@@ -99,5 +99,5 @@ def test_an_inventory_that_contradicts_itself_is_refused(
     rows: tuple[tuple[int, BlockHash, BlockHash, int], ...],
 ) -> None:
     with pytest.raises(ProtocolViolation, match=r"frame [19] stands twice in the inventory, or is none of 6"):
-        for _ in HostTier(6, "lru").restore(claims(*rows), Blocks(1), {}):
+        for _ in FrameTier(6, "lru").restore(claims(*rows), Blocks(1), {}):
             pass

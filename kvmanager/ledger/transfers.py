@@ -1,0 +1,299 @@
+"""Transfers beside the steps: what is saved to disk, what is fetched from there, and who waits for it.
+
+    released block table --queue_saves--> to_save --order_saves--> a frame on disk is expected --done--> it holds it
+
+    next sequence --await_fetch--> frames of host memory are expected, the sequence has left the queue
+                                       --all have ended--> it is queued again, and its hits are what has landed
+
+A sequence waits for a fetch once a stay in the queue. What did not come is a miss, and is computed. Landed frames are
+kept for nobody. Nothing that a transfer touches is in a block table before the transfer has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.types import BlockHash, FrameId, ShortfallReason
+from kvmanager.cache.frame_tier import FrameTier, Taken
+from kvmanager.contracts.block import ROOT
+from kvmanager.contracts.sequence import Fetch, Sequence
+from kvmanager.ledger import grant_plan, grant_records
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.transfer_table import TransferTable
+
+MOST_SAVES: Final = 32
+"""Saves that are ordered and not ended at once: the others wait here, where a reset and an eviction find them."""
+MOST_FETCHES: Final = 512
+"""Blocks that are being fetched at once."""
+LANDING_SHARE: Final = 0.5
+"""The most of the host's frames that fetches may fill at once."""
+MARGIN: Final = 0.9
+"""A fetch must take less than this share of the time that computing would take."""
+
+
+def fetch_pays(costs: MoveCosts | None, blocks: int) -> bool:
+    """Return whether reading so many blocks is expected to beat computing them; yes while costs are unknown."""
+    if costs is None or not costs.compute or not costs.read:
+        return True
+    return costs.read * blocks < MARGIN * costs.compute * blocks
+
+
+# ------------------------------------------------------------ fetches
+
+
+def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
+    """Let a sequence leave the queue for blocks of its prompt that the disk has; return whether it does."""
+    run = find_fetch(state, sequence)
+    if run is None or state.store.tier is None:
+        return False
+    tier, hashes, behind = state.store.tier, sequence.block_hashes, run.behind
+    if behind:
+        tier.hold(behind)
+    awaited = list[int]()
+    for place, frame in enumerate(run.frames, run.first):
+        number = state.transfers.fetching[hashes[place]] if frame is None else _fetch(state, hashes, place, frame)
+        if number is None:
+            break
+        awaited.append(number)
+    if behind:
+        tier.release(behind)
+    if not awaited:
+        return False
+    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic())
+    for number in awaited:
+        state.transfers.waiting.setdefault(number, []).append(sequence.id)
+    state.sequences.fetching[sequence.id] = None
+    state.sequences.queue.remove_sequence(sequence)
+    state.totals.fetches += 1
+    grant_records.record_wait(state, sequence, (ShortfallReason.FETCH.value, ""), (len(awaited), len(awaited)))
+    return True
+
+
+class FetchRun(NamedTuple):
+    """Blocks of a prompt from place `first` on: the disk's frames, None where a block is being fetched already.
+
+    `behind` is the frame of host memory before them, if the block there is in no block of the pool.
+    """
+
+    first: int
+    frames: list[FrameId | None]
+    behind: list[FrameId]
+
+
+def find_fetch(state: LedgerState, sequence: Sequence) -> FetchRun | None:
+    """Return what a sequence would wait for; None: it has waited in this stay, there is nothing, or it does not pay."""
+    store = state.store
+    tier, disk = store.tier, store.disk
+    if tier is None or disk is None or not disk.entries or sequence.fetch is not None or not sequence.takes_hits:
+        return None
+    if grant_plan.find_fork_parent(state.sequences, sequence) is not None:
+        return None
+    found = grant_plan.find_match(store, sequence)
+    first, hashes = found.unread + len(found.hits) + len(found.frames), sequence.block_hashes
+    frames = _find_run(state, tier, disk, hashes, first, min(state.config.hits_of(sequence.num_tokens), len(hashes)))
+    if not frames or not fetch_pays(state.worker.costs, len(frames)):
+        return None
+    return FetchRun(first, frames, list(found.frames[-1:]))
+
+
+def _find_run(
+    state: LedgerState, tier: FrameTier, disk: FrameTier, hashes: list[BlockHash], first: int, end: int
+) -> list[FrameId | None]:
+    """Return the disk's frames of the longest run of hashes[first:end]; None for a block that is being fetched."""
+    run, room = list[FrameId | None](), int(LANDING_SHARE * len(tier.frames)) - len(tier.expected)
+    room = min(room, MOST_FETCHES - len(state.transfers.fetching))
+    parent = hashes[first - 1] if first else ROOT
+    for place in range(first, end):
+        block_hash = hashes[place]
+        expected, saved = tier.expected.get(block_hash), disk.entries.get(block_hash)
+        if block_hash in state.store.cache.ambiguous:
+            break
+        if expected is not None and _is_at(tier, expected, parent, place):
+            run.append(None)
+        elif saved is not None and block_hash not in tier.entries and _is_at(disk, saved, parent, place) and room > 0:
+            run.append(saved)
+            room -= 1
+        else:
+            break
+        parent = block_hash
+    return run
+
+
+def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bool:
+    return tier.frames.parent[frame] == parent and tier.frames.index[frame] == depth
+
+
+def _fetch(state: LedgerState, hashes: list[BlockHash], place: int, saved: FrameId) -> int | None:
+    """Order that a block comes to a frame of host memory; return the transfer's id, None if no frame can be had."""
+    store, transfers, block_hash = state.store, state.transfers, hashes[place]
+    assert store.tier is not None
+    assert store.disk is not None
+    parent = hashes[place - 1] if place else ROOT
+    taken = _expect(state, store.tier, block_hash, parent, place)
+    if taken is None:
+        return None
+    store.disk.hold([saved])
+    ends = Place(Medium.DISK, saved), Place(Medium.HOST, taken.frame)
+    return transfers.order(Move(transfers.next_id(), block_hash, parent, place, *ends))
+
+
+def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
+    """Take a frame for what a transfer brings; what it held leaves the index, unless something else has it."""
+    taken = tier.expect(block_hash, parent, depth)
+    if taken is not None:
+        state.store.cache.note_dropped(taken)
+    return taken
+
+
+def stop_awaiting(state: LedgerState, sequence: Sequence) -> bool:
+    """Forget a sequence that waits for transfers; return whether it did. The transfers go on."""
+    if sequence.id not in state.sequences.fetching:
+        return False
+    del state.sequences.fetching[sequence.id]
+    for number in sequence.fetch.open if sequence.fetch else ():
+        state.transfers.waiting[number].remove(sequence.id)
+    return True
+
+
+# ------------------------------------------------------------ saves
+
+
+def queue_saves(state: LedgerState, sequence: Sequence) -> None:
+    """Let the blocks of a table that is about to be released be saved, parents first; count them as used on disk."""
+    disk, transfers = state.store.disk, state.transfers
+    if disk is None or transfers.closed:
+        return
+    hashes = sequence.block_hashes[: len(sequence.block_table)]
+    for block_hash in reversed(hashes):
+        disk.touch(block_hash)
+    for block_hash in hashes:
+        if block_hash not in disk.entries and block_hash not in disk.expected:
+            transfers.to_save[block_hash] = None
+
+
+def order_saves(state: LedgerState) -> None:
+    """Order the next saves. A content is left out that has left the cache, or whose parent is not on disk."""
+    transfers, disk = state.transfers, state.store.disk
+    while transfers.to_save and disk is not None and transfers.saves < MOST_SAVES:
+        block_hash = next(iter(transfers.to_save))
+        del transfers.to_save[block_hash]
+        if block_hash not in disk.entries and block_hash not in disk.expected:
+            _save(state, disk, block_hash)
+
+
+def _save(state: LedgerState, disk: FrameTier, block_hash: BlockHash) -> None:
+    store, transfers = state.store, state.transfers
+    found = _find_source(state, block_hash)
+    if found is None or block_hash in store.cache.ambiguous:
+        return
+    source, parent, depth = found
+    if parent and parent not in disk.entries and parent not in disk.expected:
+        state.totals.unsaved += 1
+        return
+    taken = _expect(state, disk, block_hash, parent, depth)
+    if taken is None:
+        state.totals.unsaved += 1
+        return
+    transfers.order(Move(transfers.next_id(), block_hash, parent, depth, source, Place(Medium.DISK, taken.frame)))
+
+
+def _find_source(state: LedgerState, block_hash: BlockHash) -> tuple[Place, BlockHash, int] | None:
+    """Return where a content is in the pool or in host memory, its parent and its depth."""
+    store = state.store
+    if (block := store.cache.entries.get(block_hash)) is not None:
+        parent = store.blocks.parent[block]
+        return (Place(Medium.BLOCK, block), parent or ROOT, store.blocks.index[block]) if parent is not None else None
+    if store.tier is not None and (frame := store.tier.entries.get(block_hash)) is not None:
+        frames = store.tier.frames
+        return Place(Medium.HOST, frame), frames.parent[frame] or ROOT, frames.index[frame]
+    return None
+
+
+# ------------------------------------------------------------ ends
+
+
+def end_transfers(state: LedgerState, ended: Iterable[tuple[int, MoveEnd]]) -> None:
+    """Account for transfers that have ended; those of which nothing is known were void."""
+    transfers = state.transfers
+    for number, end in ended:
+        move = transfers.open.pop(number, None)
+        if move is None:
+            continue
+        state.totals.transfer_ends[end.name] = state.totals.transfer_ends.get(end.name, 0) + 1
+        if move.saves:
+            _end_save(state, move, end)
+        else:
+            _end_fetch(state, move, end)
+        for waiting in transfers.waiting.pop(number, ()):
+            _note_end(state, state.sequences.live[waiting], number, end)
+
+
+def _note_end(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd) -> None:
+    """Queue a sequence again once the last transfer that it waits for has ended."""
+    fetch = sequence.fetch
+    assert fetch is not None, "a sequence that waits for transfers has a fetch"
+    fetch.open.remove(number)
+    fetch.landed += end is MoveEnd.DONE
+    if not fetch.open:
+        del state.sequences.fetching[sequence.id]
+        fetch.seconds = state.clock.monotonic() - fetch.began
+        state.sequences.queue.add_sequence(sequence)
+
+
+def _end_fetch(state: LedgerState, move: Move, end: MoveEnd) -> None:
+    store, cache = state.store, state.store.cache
+    assert store.tier is not None
+    assert store.disk is not None
+    del state.transfers.fetching[move.hash]
+    _end_read(state, store.disk, move, end)
+    if end is MoveEnd.DONE and _may_enter(state, store.tier, move):
+        cache.note_arrived(store.tier, move.hash)
+        state.totals.disk_loads += 1
+    else:
+        store.tier.abandon(move.hash)
+
+
+def _end_read(state: LedgerState, disk: FrameTier, move: Move, end: MoveEnd) -> None:
+    """Let a frame on disk go that was read. One that could not be read holds nothing, so nothing behind it counts."""
+    if disk.end_read(move.source.index, move.hash) and end in (MoveEnd.CORRUPT, MoveEnd.FAILED):
+        state.totals.disk_lost += state.store.cache.drop_tree(disk, move.hash)
+
+
+def _end_save(state: LedgerState, move: Move, end: MoveEnd) -> None:
+    disk = state.store.disk
+    assert disk is not None
+    state.transfers.saves -= 1
+    if end is MoveEnd.DONE and _may_enter(state, disk, move):
+        state.store.cache.note_arrived(disk, move.hash)
+        state.totals.disk_stores += 1
+    else:
+        disk.abandon(move.hash)
+
+
+def _may_enter(state: LedgerState, tier: FrameTier, move: Move) -> bool:
+    """Return whether what a transfer has brought has its parent before it, and no other content its hash."""
+    cache = state.store.cache
+    if move.hash in tier.entries or cache.is_ambiguous(move.hash, move.parent, move.depth):
+        return False
+    above = tier is state.store.tier and move.parent in cache.entries
+    return not move.parent or above or move.parent in tier.entries
+
+
+def void_all(state: LedgerState) -> None:
+    """Forget all transfers, because the cache is reset; who waits for one is queued again."""
+    state.transfers = TransferTable(state.transfers)
+    for each in state.sequences.fetching:
+        sequence = state.sequences.live[each]
+        if sequence.fetch is not None:
+            sequence.fetch.open.clear()
+        state.sequences.queue.add_sequence(sequence)
+    state.sequences.fetching.clear()
+
+
+def close_disk(state: LedgerState) -> None:
+    """Forget what is on disk: the worker has given it up. Fetches under way end on their own."""
+    state.transfers.closed = True
+    state.transfers.forget_saves()
+    state.store.cache.clear_disk()

@@ -1,0 +1,134 @@
+"""Transfers of a world's worker: a disk that outlives the process, and threads that read and write it, one thing each.
+
+A thread begins when the engine hands it a transfer, and ends whenever the search likes. What it brings is dropped if
+the transfer is void by then. A write that is void is on the disk all the same, unless a reset came between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.contracts.lease import CachedBlock, Copy, TierCopy
+from common.contracts.moves import Medium, Move, MoveEnd, Place
+from common.contracts.types import BlockHash, FrameId
+from tests.suites.protocol.invariants import Violation
+from tests.suites.protocol.state import State
+
+Image = tuple[int, ...]
+TRANSFERS = ("begin", "read", "write", "land")
+"""The events of transfers."""
+
+
+class Entry(NamedTuple):
+    """What a frame on disk holds; None: it has rotted."""
+
+    hash: BlockHash
+    parent: BlockHash
+    depth: int
+    image: Image | None
+
+
+class Disk(NamedTuple):
+    """Frames on disk by number, and the last reset that was carried out."""
+
+    entries: tuple[tuple[FrameId, Entry], ...] = ()
+    reset: int = 0
+
+    def get(self, frame: FrameId) -> Entry | None:
+        return dict(self.entries).get(frame)
+
+    def put(self, frame: FrameId, entry: Entry | None) -> Disk:
+        kept = [each for each in self.entries if each[0] != frame]
+        return self._replace(entries=tuple(sorted([*kept, *([(frame, entry)] if entry else [])])))
+
+    def claims(self) -> tuple[CachedBlock, ...]:
+        return tuple([CachedBlock(f, e.hash, -1, 0, e.parent or e.hash, e.depth) for f, e in self.entries])
+
+
+class Write(NamedTuple):
+    """A write under way, and the reset after which it was ordered."""
+
+    move: Move
+    image: Image
+    reset: int
+
+
+class TransferSide(State):
+    """Events of the threads that move images, and of the engine that takes and lands them."""
+
+    def restart_transfers(self) -> None:
+        """A worker process starts: what threads of an earlier one had in hand is lost, what is on disk is not."""
+        self.reading, self.writing, self.landing = (), (), ()
+        self.agent.restore_saved(self.disk.claims(), self.disk.reset)
+
+    def begin(self, _: int) -> bool:
+        """The engine hands what was ordered to threads; it takes images of what it saves."""
+        reads, saves = tuple(self.agent.take_reads()), self.agent.take_saves(1)
+        for move in saves:
+            self._check_free(move.source, written=True)
+            at = self.device.frame(move.source.index) if move.source.medium is Medium.HOST else move.source.index
+            self.writing = (*self.writing, Write(move, tuple(self.device.slots[at]), self.disk.reset))
+        self.reading = (*self.reading, *reads)
+        return bool(reads or saves)
+
+    def read(self, _: int) -> bool:
+        """A thread has read the oldest fetch."""
+        move, *rest = self.reading
+        self.reading = tuple(rest)
+        entry = self.disk.get(move.source.index)
+        right = entry is not None and (entry.hash, entry.parent, entry.depth) == (move.hash, move.parent, move.depth)
+        if entry is not None and right and entry.image is not None:
+            self.landing = (*self.landing, (move, entry.image))
+            return True
+        if entry is not None and right:
+            self.disk = self.disk.put(move.source.index, None)
+        self.agent.end_transfer(move, MoveEnd.CORRUPT)
+        return True
+
+    def write(self, _: int) -> bool:
+        """A thread has written the oldest save."""
+        write, *rest = self.writing
+        self.writing = tuple(rest)
+        move = write.move
+        if write.reset == self.disk.reset:
+            entry = Entry(move.hash, move.parent, move.depth, write.image)
+            self.disk = self.disk.put(move.target.index, entry)
+        self.agent.end_transfer(move, MoveEnd.DONE)
+        return True
+
+    def land(self, _: int) -> bool:
+        """The engine puts the oldest image that was read into its frame, if that may be done now."""
+        (move, image), *rest = self.landing
+        if self.agent.is_open(move):
+            if not self.agent.may_land(move):
+                return False
+            self._check_free(move.target)
+            self.device.slots[self.device.frame(move.target.index)] = list(image)
+            self.agent.end_transfer(move, MoveEnd.DONE)
+        self.landing = tuple(rest)
+        return True
+
+    def rot(self, frame: int) -> bool:
+        """A frame on disk rots."""
+        entry = self.disk.get(FrameId(frame))
+        if entry is not None:
+            self.disk = self.disk.put(FrameId(frame), entry._replace(image=None))
+        return entry is not None
+
+    def _check_free(self, place: Place, written: bool = False) -> None:
+        """I25: the engine touches no place that a copy touches which was granted before and has not run.
+
+        What is only read (`written`: by copies) may be read by copies too.
+        """
+        copies = [*self.agent._copies, *(copy for plan, _ in self.flights for copy in plan.copies)]
+        for copy in copies:
+            reads, writes = _places(copy)
+            if place == writes or (place == reads and not written):
+                raise Violation("I25", f"{place} is taken or filled while {copy} has not run")
+
+
+def _places(copy: Copy | TierCopy) -> tuple[Place, Place]:
+    if isinstance(copy, Copy):
+        return Place(Medium.BLOCK, copy.src), Place(Medium.BLOCK, copy.dst)
+    frame, block = Place(Medium.HOST, copy.frame), Place(Medium.BLOCK, copy.block)
+    return (frame, block) if copy.load else (block, frame)
