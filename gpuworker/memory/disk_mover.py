@@ -1,0 +1,90 @@
+"""Moves images to and from frames on disk, with a thread for each direction: a load never waits behind saves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
+
+from common.contracts.moves import Move, MoveEnd
+from gpuworker.memory.disk_frames import DiskFrames
+from gpuworker.scheduling.image_moves import Image, MovedImage, MoveFailed
+from gpuworker.serial_thread import SerialThread
+
+# How far each thread stands back behind those of the steps, where the system has priorities of threads.
+_READ_NICE, _WRITE_NICE = 5, 15
+_SMOOTHING: Final = 0.1  # share of the latest load in the level
+log = logging.getLogger(__name__)
+
+
+class DiskMover:
+    """Implements `ImageMover` for the frames of a worker, which it closes at its end.
+
+    `wake` is called by a thread of the mover, whenever a move has ended.
+    """
+
+    def __init__(self, disk: DiskFrames, wake: Callable[[], None]) -> None:
+        self._disk, self._wake = disk, wake
+        self._ended: deque[MovedImage] = deque()
+        self._closed = False
+        self.read_seconds = 0.0
+        self._reads = SerialThread("quire-disk-read", partial(_at_priority, _READ_NICE))
+        self._writes = SerialThread("quire-disk-write", partial(_at_priority, _WRITE_NICE))
+
+    @property
+    def usable(self) -> bool:
+        return self._disk.usable
+
+    def start(self, move: Move, image: Image | None = None) -> None:
+        if image is None:
+            self._reads.put(partial(self._carry_out, move, partial(self._disk.read, move)))
+        else:
+            write = partial(self._disk.write, move, image, self._disk.generation)
+            self._writes.put(partial(self._carry_out, move, write))
+
+    def poll(self) -> list[MovedImage]:
+        found = []
+        while self._ended:
+            found.append(self._ended.popleft())
+        return found
+
+    def close(self) -> None:
+        self._closed = True
+        self._reads.close()
+        self._writes.close()
+        self._disk.close()
+
+    # ------------------------------------------------------------ the mover's threads
+
+    def _carry_out(self, move: Move, work: Callable[[], bytes | None]) -> None:
+        if self._closed:
+            return
+        began, image, end = time.perf_counter(), None, MoveEnd.DONE
+        try:
+            image = work()
+        except MoveFailed as failure:
+            end = failure.end
+        except BaseException:  # each move ends, whatever the error is
+            log.critical("move %d failed", move.id, exc_info=True)
+            end = MoveEnd.FAILED
+        took = time.perf_counter() - began
+        if image is not None:
+            self.read_seconds += (took - self.read_seconds) * (_SMOOTHING if self.read_seconds else 1.0)
+        self._ended.append(MovedImage(move, image, end, took))
+        self._wake()
+
+
+@contextmanager
+def _at_priority(nice: int) -> Iterator[None]:
+    """Lower the priority of this thread alone; Linux has one for each, other systems for whole processes."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    yield

@@ -1,0 +1,76 @@
+"""The images of blocks as the engine's loop moves them: where they are taken and put, and what moves them to disk.
+
+    a save   block or host frame --take--> image --mover's thread--> frame on disk
+    a fetch  frame on disk --mover's thread--> image --land--> host frame
+
+The engine's thread alone takes and lands images, between steps. A thread of the mover sees nothing but an image that
+is its own, so no image is torn. Neither the engine nor what runs steps knows what a frame on disk is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from common.contracts.moves import Move, MoveEnd, Place
+from common.contracts.types import FrameId
+
+Image = bytes | bytearray | memoryview
+"""The content of one block in all layers. All images of a worker have one length; that of an engine decides it."""
+
+
+class Images(Protocol):
+    """Takes images out of blocks and frames, and puts them into frames. Called from the engine's thread.
+
+    No copy that waits or runs may touch the place: the step that carried the last one is over.
+    """
+
+    def take(self, place: Place) -> Image:
+        """Return a copy of what a block or a host frame holds. It is the same for both, bit by bit."""
+        ...
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        """Let a host frame hold an image. Copies that are ordered from now on read it."""
+        ...
+
+
+class MoveFailed(Exception):
+    """A move did not end well; `end` says how."""
+
+    def __init__(self, end: MoveEnd) -> None:
+        super().__init__(end.name)
+        self.end = end
+
+
+class MovedImage(NamedTuple):
+    """A move that has ended, after `seconds` of work. A fetch that is DONE has the `image`, which is verified."""
+
+    move: Move
+    image: Image | None
+    end: MoveEnd
+    seconds: float
+
+
+class ImageMover(Protocol):
+    """Moves images to and from disk, beside the steps. Called from the engine's thread; `start` and `poll` never wait.
+
+    `read_seconds` is what a fetch takes of late, without its wait for others; 0 until there was one. Once the disk is
+    not `usable`, every move fails.
+    """
+
+    @property
+    def usable(self) -> bool: ...
+
+    @property
+    def read_seconds(self) -> float: ...
+
+    def start(self, move: Move, image: Image | None = None) -> None:
+        """Begin a move, behind all earlier ones in its direction. A save has its image, which nobody changes then."""
+        ...
+
+    def poll(self) -> list[MovedImage]:
+        """Return the moves that have ended since the last call, in that order. Each ends once."""
+        ...
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has, and give up the disk. Nothing more ends."""
+        ...
