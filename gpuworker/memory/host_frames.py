@@ -6,6 +6,9 @@ An image is a block's bytes pool by pool, and in each by layer. Pools of wider n
 
 A CUDA device copies to and from page-locked memory on the stream of the steps, so that a step sees what was ordered
 before it, and nothing waits. On a CPU the copies may be described as addresses, for code outside of Python.
+
+Images also leave the process and come back, to and from files for one: `take` and `land`. What is taken out of a block
+equals, byte by byte, what is taken out of the frame that the block was copied into.
 """
 
 from __future__ import annotations
@@ -18,11 +21,17 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.lease import Copy, TierCopy
+from common.contracts.moves import Medium, Place
+from common.contracts.types import FrameId
 from gpuworker.memory.devices import unwritten
+from gpuworker.scheduling.image_moves import Image
 
 
 class HostFrames:
-    """Images of the blocks of a cache. Used by the thread that runs steps."""
+    """Images of the blocks of a cache. The thread that runs steps copies; the engine's thread takes and lands.
+
+    Implements `Images`.
+    """
 
     def __init__(self, pools: Sequence[torch.Tensor], image_bytes: int, num_frames: int) -> None:
         """Take the pools of a cache, [layers, blocks, ...]; an image has `image_bytes`, as `frame_bytes` counts them.
@@ -30,17 +39,26 @@ class HostFrames:
         Raises RuntimeError, OSError or MemoryError when the memory cannot be had.
         """
         self._pools, self.image_bytes = pools, image_bytes
-        pinned = bool(pools) and pools[0].device.type == "cuda"
-        shape = (num_frames, self.image_bytes)
-        self.images = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else unwritten(shape)
-        self._parts = list(self._views())
+        self._pinned = bool(pools) and pools[0].device.type == "cuda"
+        self.images = self._allocated(num_frames)
+        self._parts = list(self._views(self.images))
+        self._staged: tuple[torch.Tensor, torch.cuda.Stream] | None = None
 
-    def _views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    def _allocated(self, num_frames: int) -> torch.Tensor:
+        """Return room for images; what lies behind the last pool of each is zero."""
+        shape = (num_frames, self.image_bytes)
+        if not self._pinned:
+            return unwritten(shape)
+        made = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        made[:, sum(map(_bytes_of, self._pools)) :] = 0
+        return made
+
+    def _views(self, images: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield each pool [layers, blocks, ...], its part of the images [frames, layers, ...], and where it begins."""
         at = 0
         for pool in sorted(self._pools, key=lambda each: -each.itemsize):
             size, shape = _bytes_of(pool), (pool.shape[0], *pool.shape[2:])
-            part = self.images[:, at : at + size].view(pool.dtype).unflatten(1, shape)
+            part = images[:, at : at + size].view(pool.dtype).unflatten(1, shape)
             yield pool, part, at
             at += size
 
@@ -52,6 +70,40 @@ class HostFrames:
                 block.copy_(image, non_blocking=True)
             else:
                 image.copy_(block, non_blocking=True)
+
+    # ------------------------------------------------------------ images that leave the process
+
+    def take(self, place: Place) -> Image:
+        """Implement `Images`.
+
+        On CUDA a block is copied on a stream of its own, and this waits for that copy alone: the step that wrote the
+        block is over, and the host has seen its result. It was never run there.
+        """
+        if place.medium is Medium.HOST:
+            return bytes(self.images[place.index].numpy())
+        if self._pinned:
+            return self._take_from_device(place.index)
+        image = bytearray(self.image_bytes)
+        for pool, _, at in self._parts:
+            size = _bytes_of(pool)
+            # numpy's copies need no other thread; torch's would take those of a step that runs.
+            runs = np.frombuffer(image, np.uint8, size, at).reshape(pool.shape[0], -1)
+            runs[:] = _plain(pool)[:, place.index]
+        return image
+
+    def _take_from_device(self, block: FrameId) -> Image:
+        if self._staged is None:
+            self._staged = self._allocated(1), torch.cuda.Stream(self._pools[0].device)
+        staged, stream = self._staged
+        with torch.cuda.stream(stream):
+            for pool, image, _ in self._views(staged):
+                image[0].copy_(pool[:, block], non_blocking=True)
+        stream.synchronize()
+        return bytes(staged[0].numpy())
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        """Implement `Images`. On CUDA a copy that is launched after this reads the image: it is the host's memory."""
+        self.images[frame].numpy()[:] = np.frombuffer(image, np.uint8)
 
     # ------------------------------------------------------------ addresses
 
@@ -98,6 +150,11 @@ class HostFrames:
 def _bytes_of(pool: torch.Tensor) -> int:
     """Return the bytes of a block in a pool [layers, blocks, ...]."""
     return pool.shape[0] * math.prod(pool.shape[2:]) * pool.itemsize
+
+
+def _plain(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return a pool of a CPU as bytes, [layers, blocks, bytes]."""
+    return pool.flatten(2).view(torch.uint8).numpy()
 
 
 def _ends(copy: Copy | TierCopy) -> tuple[tuple[bool, int], tuple[bool, int]]:
