@@ -59,6 +59,8 @@ class MoveEnd(IntEnum):
     """What was read is not what was written; the source holds nothing any more."""
     FAILED = 3
     """The disk could not be read or written; the frame on disk holds nothing any more."""
+    LATE = 4
+    """It did not come in time; the source may hold it all the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,17 @@ from typing import Final
 
 from common.contracts.clock import Clock
 from common.contracts.errors import EngineFailure, ProtocolViolation, QuireError
-from common.contracts.lease import Admit, Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.contracts.lease import (
+    Admit,
+    Attach,
+    Attached,
+    CachedBlock,
+    Connected,
+    Detached,
+    Granted,
+    LeaseChannel,
+    LeaseEvent,
+)
 from common.contracts.types import FinishReason, SequenceId, SequencePhase, TokenLogprobs, Usage
 from common.process.standstill import Standstill
 from gpuworker.engine.ports import (
@@ -32,6 +42,7 @@ from gpuworker.engine.ports import (
     StepRecord,
 )
 from gpuworker.engine.step_rates import StepRates, UsualSteps
+from gpuworker.engine.transfers import Transfers
 from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult, StepRunner
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.lease_agent import LeaseAgent
@@ -64,6 +75,7 @@ class Engine:
         clock: Clock,
         address: Callable[[], str] | None = None,
     ) -> None:
+        self._transfers: Transfers | None = None
         self._new_agent, self._new_attach, self._address = new_agent, new_attach, address
         self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
@@ -106,6 +118,14 @@ class Engine:
         """Put a record of each step for which `wanted` is true into the outputs. Call it before `start`."""
         self._wants_step = wanted
 
+    def keep_on_disk(self, transfers: Transfers, claims: Iterable[CachedBlock], reset: int) -> None:
+        """Save blocks beside the steps, and fetch them. Call it before `start`.
+
+        The disk has `claims`, and has carried out the resets up to the one of this id.
+        """
+        self._transfers = transfers
+        self._agent.restore_saved(claims, reset)
+
     def stop(self) -> None:
         """End after the steps in flight and the commands so far, and wait for that.
 
@@ -116,6 +136,8 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
         self._runner.close()
+        if self._transfers is not None:
+            self._transfers.close()
         failure = self.ended.exception() if self.ended.done() else None
         if failure is not None:
             raise EngineFailure(f"the engine ended early: {failure!r}") from failure
@@ -156,7 +178,7 @@ class Engine:
                 if self._stopping and not self._flights and not self._commands:
                     break
                 if not self.turn():
-                    self._wake.wait()
+                    self._wake.wait(self._transfers.patience if self._transfers is not None else None)
         except BaseException as failure:
             log.critical("the engine ended", exc_info=True)
             self.ended.set_exception(failure)
@@ -174,6 +196,8 @@ class Engine:
         worked = self._harvest()
         worked = self._take_commands() or worked
         worked = self._take_lease_events() or worked
+        if self._transfers is not None:
+            worked = self._transfers.turn(self._agent, self._block_seconds) or worked
         while not self._stopping and self._launch():
             worked = True
         worked = self._send_report() or worked
@@ -351,8 +375,9 @@ class Engine:
             self._outputs.steps.append(flight.record(result, self._clock.monotonic(), traced))
         completion = self._agent.complete(result)
         if self._starts:
-            rate = self._agent.config.block_size * self._rates.prefill_token
-            begun = self._starts.stepped(flight.plan, flight.began, self._name_of, completion.loaded, rate)
+            begun = self._starts.stepped(
+                flight.plan, flight.began, self._name_of, completion.loaded, self._block_seconds
+            )
             self._outputs.started.extend(begun)
         self._outputs.tokens.extend(completion.tokens.items())
         self._sampled += sum(map(len, completion.tokens.values()))
@@ -364,6 +389,11 @@ class Engine:
         for sequence in completion.scored:
             self._outputs.prompt_logprobs.setdefault(sequence, []).extend(result.prompt_logprobs[sequence])
         self._settle(completion)
+
+    @property
+    def _block_seconds(self) -> float:
+        """The seconds in which a block of a prompt is computed; 0: not known."""
+        return self._agent.config.block_size * self._rates.prefill_token
 
     def _name_of(self, sequence: SequenceId) -> str:
         request = self._requests.get(sequence)
@@ -432,6 +462,8 @@ class Engine:
             self._delays.waits(each.id, now)
         agent, lease = self._new_agent(), self._lease
         agent.take_over(others)
+        if self._transfers is not None:
+            agent.restore_saved(self._agent.saved_claims, self._agent.reset)
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
         self._lease = LeaseSession(agent, attach)
         self._leave_session()

@@ -71,6 +71,10 @@ class ImageMover(Protocol):
         """Return the moves that have ended since the last call, in that order. Each ends once."""
         ...
 
+    def clear(self, reset: int) -> None:
+        """Carry out a reset: nothing that was saved before is there any more, not even after a restart. It waits."""
+        ...
+
     def close(self) -> None:
         """Drop what has not begun, wait for what has, and give up the disk. Nothing more ends."""
         ...

@@ -295,6 +295,11 @@ class LeaseAgent:
         self._transfers.restore(claims)
         self.reset = reset
 
+    @property
+    def saved_claims(self) -> tuple[CachedBlock, ...]:
+        """What the disk has, for an agent that follows this one."""
+        return self._transfers.claims()
+
     def take_reads(self) -> list[Move]:
         """Return the fetches that were ordered since the last call: they are to be read from disk."""
         return self._transfers.take_reads()

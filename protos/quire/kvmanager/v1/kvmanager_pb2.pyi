@@ -619,7 +619,9 @@ class Report(_message.Message):
     bind_pages: _builtins.bytes
     trim_groups: _builtins.bytes
     moved_ids: _builtins.bytes
-    """Moves that have ended: uint64 ids, and a byte each: 0 done, 1 the source holds something else, 2 corrupt, 3 failed."""
+    """Moves that have ended: uint64 ids, and a byte each: 0 done, 1 the source holds something else, 2 corrupt, 3 failed,
+    4 late.
+    """
     moved_ends: _builtins.bytes
     disk_closed: _builtins.bool
     """No frame on disk holds anything for the rest of the session."""
