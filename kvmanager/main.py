@@ -101,6 +101,7 @@ class ManagerProcess:
         )
         self.pins = OperatorPins(manager, self.index, self.leading, clock)
         self.attachments.attaching = self.pins.wake
+        self.pins.on_missed_reset = self.attachments.order_missed_reset
         self.server = self._server()
 
     def _membership(

@@ -303,6 +303,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         await self._attachments.leading.confirmed()
         number = secrets.randbits(_ID_BITS) + 1
         resets = await self._attachments.reset_cache(number, _CONFIRM_S)
+        await self._pins.keep_reset()
         current = await self._attachments.index.flush(_INDEX_S)
         return kvmanager_pb2.ResetPrefixCacheResponse(
             dropped_blocks=sum(each.dropped_blocks for each in resets),

@@ -186,6 +186,14 @@ class Attachments:
                     await worker.reset_settled()
         return tuple(_reset_of(worker, dropped) for worker, dropped in ordered)
 
+    def order_missed_reset(self) -> None:
+        """Reset the attached workers that have not carried out the last reset."""
+        for live in tuple(self._live.values()):
+            registration = live.worker.registration
+            if live.worker.is_current and registration.ready and live.worker.attach.reset != self.manager.last_reset:
+                self.manager.reset_worker(live.worker.attach.worker_id)
+                live.stream.order(live.worker.order_reset())
+
     def ledgers(self, worker_id: str = "") -> Iterator[tuple[str, Ledger]]:
         """Yield worker ids with their ledgers, sorted; of one worker if it is named. Raises NotFound if unknown."""
         if worker_id and worker_id not in self.manager.workers():

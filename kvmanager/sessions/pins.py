@@ -1,14 +1,15 @@
 """Operators' pins around the core: kept in Redis, carried out at every attached worker, ended when they are over.
 
 Redis has the pins of a namespace as one value, which the manager writes before it carries out a change. Until the value
-was read once after a start, no pin can be changed: the new value would lack the pins of the last manager.
+was read once after a start, no pin can be changed: the new value would lack the pins of the last manager. The value has
+the id of the last reset of the prefix cache, too: a worker that missed it is reset whenever it comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -53,6 +54,9 @@ class OperatorPins:
         self._written = b""
         self._unreachable = False
         self._carried_out = True
+        self._kept_reset = 0
+        # Resets the workers that are attached and have missed the last reset, of which the last manager knew.
+        self.on_missed_reset: Callable[[], None] = lambda: None
 
     @property
     def durable(self) -> bool:
@@ -124,6 +128,24 @@ class OperatorPins:
             found.append(there)
         return found
 
+    async def keep_reset(self) -> None:
+        """Keep the id of the reset that was begun last. Where Redis does not take it now, `run` tries again."""
+        async with self._changing:
+            if not self._serves():
+                return
+            try:
+                await self._load()
+                await self._keep_reset()
+            except (IndexUnavailable, FenceLost, StaleEpoch, Unavailable) as error:
+                log.warning("the id of the reset cannot be kept now: %s", error)
+                self._wake.set()
+
+    async def _keep_reset(self) -> None:
+        number = self._manager.last_reset
+        value = _packed(self._manager.pins.pins, number)
+        await self._write(value)
+        self._written, self._kept_reset = value, number
+
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
@@ -160,7 +182,9 @@ class OperatorPins:
         over = {each.name for each in book.pins} - {each.name for each in book.live(self._now())}
         if over:
             await self._change(book.live(self._now()), f"over: {', '.join(sorted(over))}")
-        elif len(book) and await self._index.has_lost_pins():
+        elif self._manager.last_reset != self._kept_reset:
+            await self._keep_reset()
+        elif self._written and await self._index.has_lost_pins():
             await self._write(self._written)
             log.warning("Redis had lost the pins; it has them again")
 
@@ -184,13 +208,16 @@ class OperatorPins:
             return
         found = await self._index.read_pins(_MOST_BYTES)
         self._check_serving(namespace)
-        stored = _unpacked(found) if found is not None else ()
-        value = _packed(stored)
+        stored, last_reset = _unpacked(found) if found is not None else ((), 0)
+        value = _packed(stored, last_reset)
         if found is not None and not found.own:
             await self._index.write_pins(value)
             self._check_serving(namespace)
             log.info("pins: this group begins with those of managers without a group")
-        self._namespace, self._written = namespace, value
+        self._namespace, self._written, self._kept_reset = namespace, value, last_reset
+        if last_reset and not self._manager.last_reset:
+            self._manager.begin_reset(last_reset)
+            self.on_missed_reset()
         await self._carry_out(stored, f"read {len(stored)} pins" if stored else "")
 
     def _check_serving(self, namespace: object | None) -> None:
@@ -205,7 +232,7 @@ class OperatorPins:
 
     async def _change(self, pins: tuple[Pin, ...], why: str) -> None:
         """Write the pins, then carry them out. Raises Unavailable; nothing is changed then."""
-        value = _packed(pins)
+        value = _packed(pins, self._kept_reset)
         if len(value) > _MOST_BYTES:
             raise Unavailable(f"the pins would take {len(value)} bytes; at most {_MOST_BYTES} are kept: unpin one")
         try:
@@ -236,8 +263,8 @@ class OperatorPins:
         return self._clock.time_ns() / 1e9
 
 
-def _packed(pins: Iterable[Pin]) -> bytes:
-    stored = pb.StoredPins()
+def _packed(pins: Iterable[Pin], last_reset: int) -> bytes:
+    stored = pb.StoredPins(last_reset=last_reset)
     for each in pins:
         hashes = pack_hashes(each.block_hashes)
         stored.pins.add(
@@ -246,8 +273,11 @@ def _packed(pins: Iterable[Pin]) -> bytes:
     return stored.SerializeToString(deterministic=True)
 
 
-def _unpacked(kept: KeptPins) -> tuple[Pin, ...]:
-    """Return the pins of a stored value. Raises PinsUnreadable where no manager can have written it."""
+def _unpacked(kept: KeptPins) -> tuple[tuple[Pin, ...], int]:
+    """Return the pins of a stored value, and the id of the last reset.
+
+    Raises PinsUnreadable where no manager can have written it.
+    """
     try:
         stored = pb.StoredPins.FromString(kept.value)
     except DecodeError:
@@ -268,4 +298,4 @@ def _unpacked(kept: KeptPins) -> tuple[Pin, ...]:
     )
     if num_listed(pins) > MAX_PINNED_BLOCKS:
         raise PinsUnreadable(kept.key, f"has {num_listed(pins)} blocks; expected at most {MAX_PINNED_BLOCKS}")
-    return pins
+    return pins, stored.last_reset

@@ -264,3 +264,38 @@ async def test_without_redis_for_the_moment_nothing_is_pinned(
         with pytest.raises(Unavailable, match="did not take the change: connection refused"):
             await operator.pin("meanwhile")
     assert await operator.names() == ["before"]
+
+
+async def test_a_worker_that_missed_a_reset_is_reset_by_the_next_manager(
+    start_manager: Start, connect: Connect, channel_to: ChannelTo, redis_url: str
+) -> None:
+    first = await start_manager(redis_url=redis_url)
+    here = connect(first)
+    await here.attached()
+    asked = asyncio.ensure_future(
+        rpc.KvManagerServiceStub(channel_to(first.address)).ResetPrefixCache(pb.ResetPrefixCacheRequest())
+    )
+    order = await here.batch()
+    await here.report(Report(reset=order.reset))
+    await asked
+    await first.process.abort()
+    second = await start_manager(redis_url=redis_url)
+    # The first to attach comes before Redis was asked: the namespace is known by it.
+    there, away = connect(second, reset=order.reset), connect(second, "w1")
+    await there.attached(CACHED)
+    await until(lambda: second.attachments.manager.last_reset == order.reset)
+    assert (await away.attached(CACHED)).reset == order.reset
+    assert second.attachments.manager.ledger("w1").pool_counts().cached == 0
+    assert second.attachments.manager.ledger("w0").pool_counts().cached == 2
+
+
+async def test_a_worker_that_attaches_before_redis_has_answered_is_reset_too(
+    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+) -> None:
+    await redis_client.set(KEY, pb.StoredPins(last_reset=77).SerializeToString())
+    manager = await start_manager(redis_url=redis_url)
+    worker = connect(manager)
+    batch = await worker.attached(CACHED)
+    while batch.reset != 77:
+        batch = await worker.batch()
+    assert manager.attachments.manager.ledger("w0").pool_counts().cached == 0

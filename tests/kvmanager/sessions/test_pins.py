@@ -60,6 +60,8 @@ class Index:
 class Pools:
     """The pins and the sizes of the workers, of which none is carried out."""
 
+    last_reset = 0
+
     def __init__(self, **sizes: int) -> None:
         self.pins, self.sizes = PinBook(1.0), sizes
 
@@ -68,6 +70,9 @@ class Pools:
 
     def workers(self) -> list[str]:
         return []
+
+    def begin_reset(self, number: int) -> None:
+        self.last_reset = number
 
 
 class Leading:

@@ -1675,16 +1675,20 @@ class StoredPins(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PINS_FIELD_NUMBER: _builtins.int
+    LAST_RESET_FIELD_NUMBER: _builtins.int
+    last_reset: _builtins.int
+    """The id of the last reset of the prefix cache; 0: there was none. A worker that was away may have its cache on disk."""
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pin]: ...
     def __init__(
         self,
         *,
         pins: _abc.Iterable[Global___Pin] | None = ...,
+        last_reset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_reset", b"last_reset", "pins", b"pins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
