@@ -14,7 +14,7 @@ from typing import Final, Protocol, overload
 
 from common.contracts.errors import Mismatch
 from common.contracts.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
-from common.contracts.moves import Move, MoveCosts, MoveEnd
+from common.contracts.moves import Fetched, Move, MoveCosts, MoveEnd
 from common.contracts.types import (
     BlockHash,
     BlockId,
@@ -113,6 +113,8 @@ RETENTION_REASON: Final = "retention of the first evicted block: "
 """Begins the reason of a grant that says what had become of the retention of a block that was missing."""
 PARTIAL_REASON: Final = "partial block: "
 """Begins the reason of a grant that says how much of a cached block is copied."""
+FETCH_REASON: Final = "fetched: "
+"""Begins the reason of a grant that says how many of the cached blocks came from disk, and how long that took."""
 HOST_REASON: Final = "host memory: "
 """Begins the reason of a grant that says how many of the cached blocks are loaded from frames of the host tier."""
 LAST_BLOCK: Final = (1 << 31) - 1
@@ -405,7 +407,7 @@ class Admit:
     them. All other shared blocks are full then, and the sequence computes from `n_shared` blocks on.
 
     `cached_tokens` are those of the shared blocks, and of the part of a cached block that a copy gives to the next one.
-    The worker reports such a copy once it has run.
+    The worker reports such a copy once it has run. `fetched` says for what the sequence waited before, if it did.
 
     Where the pool has groups, `block_table` has the blocks of the first one, and `runs` those of each other one. They
     share the first `n_shared` places too, of which a run has those that are still read. Blocks are named by their first
@@ -423,6 +425,7 @@ class Admit:
     decision_id: str = ""
     runs: tuple[tuple[BlockId, ...], ...] = ()
     pages: tuple[BlockId, ...] = ()
+    fetched: Fetched | None = None
 
 
 @dataclass(frozen=True, slots=True)

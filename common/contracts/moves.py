@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final, NamedTuple
 
 from common.contracts.types import BlockHash, FrameId
 
@@ -69,3 +70,19 @@ class MoveCosts:
 
     compute: float
     read: float
+
+
+FROM_DISK: Final = "disk"
+"""The source of what came from the worker's own disk."""
+
+
+class Fetched(NamedTuple):
+    """What a sequence waited for before it was admitted: `blocks` of its cached ones came from `source` meanwhile.
+
+    It had asked for `asked` blocks, and waited `seconds`.
+    """
+
+    blocks: int
+    asked: int
+    seconds: float
+    source: str = FROM_DISK

@@ -332,6 +332,8 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
         diverged_at=admit.diverged_at,
         decision_id=admit.decision_id,
     )
+    if admit.fetched is not None:
+        message.fetched.CopyFrom(kvmanager_pb2.Fetched(**admit.fetched._asdict()))
     if admit.runs or admit.pages:
         message.runs.extend(map(packing.pack_blocks, admit.runs))
         message.pages = packing.pack_blocks(admit.pages)
@@ -349,6 +351,7 @@ def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
         decision_id=message.decision_id,
         runs=tuple([tuple(packing.unpack_indexes(run)) for run in message.runs]),
         pages=tuple(packing.unpack_blocks(message.pages)),
+        fetched=move_codec.fetched_from_proto(message.fetched) if message.HasField("fetched") else None,
     )
 
 

@@ -6,7 +6,8 @@ import math
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.limits import MAX_REQUEST_ID_CHARS
+from common.contracts.moves import Fetched, Medium, Move, MoveCosts, MoveEnd, Place
 from common.contracts.types import BlockHash, BlockId
 from common.wire import packing
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -75,6 +76,12 @@ def unpack_ends(message: kvmanager_pb2.Report) -> tuple[tuple[int, MoveEnd], ...
         return tuple(zip(ids, map(MoveEnd, message.moved_ends), strict=True))
     except ValueError as error:
         raise ProtocolViolation(f"a move ended in a way that there is not: {error}") from None
+
+
+def fetched_from_proto(message: kvmanager_pb2.Fetched) -> Fetched:
+    """Return what a sequence waited for; a source that is no name is cut."""
+    source = message.source[:MAX_REQUEST_ID_CHARS]
+    return Fetched(message.blocks, message.asked, _seconds(message.seconds), source)
 
 
 def costs_from_proto(message: kvmanager_pb2.MoveCosts) -> MoveCosts:

@@ -327,6 +327,7 @@ def grant_blocks(
         decision_id=grant_records.record_grant(state, sequence, plan, evicted, passes, part),
         runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
         pages=_further_pages(store, sequence) if store.blocks.others else (),
+        fetched=transfers.fetched_for(sequence, plan),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Final
 
-from common.contracts.lease import HOST_REASON, PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -68,6 +68,10 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
     reasons = list[str]()
     if plan.frames:
         reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} cached blocks are loaded")
+    if sequence.fetch is not None:
+        fetch = sequence.fetch
+        took = f"{fetch.landed} of {fetch.blocks} blocks came from disk in {1000 * fetch.seconds:.0f} ms"
+        reasons.append(FETCH_REASON + took)
     if passes:
         reasons.append(_PASSES)
     elif sequence.by_age:
@@ -111,6 +115,8 @@ def record_grant(
         **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
         **({"host_blocks": float(len(plan.frames))} if plan.frames else {}),
+        **({"fetched_blocks": float(sequence.fetch.landed)} if sequence.fetch is not None else {}),
+        **({"fetch_seconds": sequence.fetch.seconds} if sequence.fetch is not None else {}),
         **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
         **({"tails": 1.0} if plan.tail else {}),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.moves import Fetched, Medium, Move, MoveCosts, MoveEnd, Place
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
 from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.contracts.block import ROOT
@@ -145,6 +145,14 @@ def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: 
     if taken is not None:
         state.store.cache.note_dropped(taken)
     return taken
+
+
+def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched | None:
+    """Return what a sequence that is admitted has waited for; None: for nothing."""
+    fetch = sequence.fetch
+    if fetch is None:
+        return None
+    return Fetched(min(fetch.landed, len(plan.frames)), fetch.blocks, fetch.seconds)
 
 
 def stop_awaiting(state: LedgerState, sequence: Sequence) -> bool:

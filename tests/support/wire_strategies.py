@@ -152,6 +152,7 @@ batches = st.builds(
             decision_id=text,
             runs=tuples_of(tuples_of(row_blocks), 3),
             pages=tuples_of(blocks),
+            fetched=st.none() | st.builds(moves.Fetched, u32, u32, seconds, st.sampled_from(["disk", "worker-1"])),
         )
     ),
     lease=tuples_of(blocks),

@@ -918,6 +918,7 @@ class Admit(_message.Message):
     DECISION_ID_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     block_table: _builtins.bytes
     """int32 block ids; the first n_shared keep their content. Where every layer has a window, the first of those may be
@@ -937,6 +938,10 @@ class Admit(_message.Message):
         n_shared holds for each of them. A block is named by its first page.
         """
 
+    @_builtins.property
+    def fetched(self) -> Global___Fetched:
+        """For what the sequence waited before its admission; absent: for nothing."""
+
     def __init__(
         self,
         *,
@@ -949,14 +954,49 @@ class Admit(_message.Message):
         decision_id: _builtins.str = ...,
         runs: _abc.Iterable[_builtins.bytes] | None = ...,
         pages: _builtins.bytes = ...,
+        fetched: Global___Fetched | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fetched", b"_fetched", "fetched", b"fetched"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fetched", b"_fetched", "block_table", b"block_table", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "fetched", b"fetched", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "pages", b"pages", "runs", b"runs", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fetched: _TypeAlias = _typing.Literal["fetched"]  # noqa: Y015
+    _WhichOneofArgType__fetched: _TypeAlias = _typing.Literal["_fetched", b"_fetched"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fetched) -> _WhichOneofReturnType__fetched | None: ...
+
+Global___Admit: _TypeAlias = Admit  # noqa: Y015
+
+@_typing.final
+class Fetched(_message.Message):
+    """Blocks that came to host memory for a sequence that waited for them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Those that it shares now, and those that it had asked for."""
+    asked: _builtins.int
+    seconds: _builtins.float
+    source: _builtins.str
+    """"disk", or the id of the worker from which they came."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        asked: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "pages", b"pages", "runs", b"runs", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "blocks", b"blocks", "seconds", b"seconds", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Admit: _TypeAlias = Admit  # noqa: Y015
+Global___Fetched: _TypeAlias = Fetched  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
