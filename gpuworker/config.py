@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, Field
 
@@ -45,6 +46,7 @@ def _costs(value: str) -> str:
     return value
 
 
+_DISK_CACHE_BYTES: Final = 16 << 30
 StepCostWords = Annotated[str, AfterValidator(_costs)]
 
 
@@ -132,6 +134,15 @@ class EngineSettings(Settings):
         "in place of being computed, for prefixes of later requests and after preemptions. For models whose layers all "
         "attend to every token; unset: none",
     )
+    disk_cache: Path | None = Field(
+        None,
+        description="folder on a local disk that keeps blocks beyond host memory, and for a worker that restarts. Each "
+        "worker has a folder of its own in it. Blocks come back by way of host memory, so it needs --host-memory; "
+        "unset: none",
+    )
+    disk_cache_size: Bytes | None = Field(
+        None, description="size of each worker's part of --disk-cache, such as 100GiB; unset: 16 GiB"
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
@@ -170,6 +181,11 @@ class EngineSettings(Settings):
         return self.max_num_seqs or min(default, self.max_num_batched_tokens)
 
     @property
+    def disk_cache_bytes(self) -> int:
+        """Return the size of each worker's part of the disk cache; 0 without one."""
+        return 0 if self.disk_cache is None else self.disk_cache_size or _DISK_CACHE_BYTES
+
+    @property
     def speculation(self) -> str:
         """What guesses: --speculative, which a draft model implies."""
         return "draft" if self.draft_model is not None and self.speculative == "none" else self.speculative
@@ -187,12 +203,25 @@ class EngineSettings(Settings):
         if self.host_memory is not None and not self.prefix_caching:
             what = "keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them"
             yield FieldViolation("--host-memory", what)
+        yield from self._disk_problems()
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if sequences is not None and tokens < sequences:
             what = f"is {tokens}, and a step has up to {sequences} sequences with a token each"
             yield FieldViolation(
                 "--max-num-batched-tokens", f"{what}; expected at least {sequences}, or a lower --max-num-seqs"
             )
+
+    def _disk_problems(self) -> Iterator[FieldViolation]:
+        if self.disk_cache is None:
+            if self.disk_cache_size is not None:
+                yield FieldViolation("--disk-cache-size", "is the size of a --disk-cache, and there is none; add it")
+            return
+        if not self.prefix_caching:
+            what = "keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them"
+            yield FieldViolation("--disk-cache", what)
+        elif self.host_memory is None:
+            what = "keeps blocks that come back by way of host memory, and there is none; add --host-memory 1GiB"
+            yield FieldViolation("--disk-cache", what)
 
 
 class GpuWorkerSettings(EngineSettings, ServiceSettings):

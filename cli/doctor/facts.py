@@ -23,6 +23,7 @@ from common.process.cores import cpus_of_workers, usable_cores
 from common.process.local_redis import find_server
 from common.process.metrics import metrics_port
 from common.process.topology import here
+from gpuworker.memory.disk_frames import checksums_there, look_at_disk
 from gpuworker.memory.host_memory import available_bytes, total_bytes
 from gpuworker.native.build import NoCompiler, compiler
 from gpuworker.native.levels import amx_is_kept, levels_here, why_not
@@ -67,6 +68,11 @@ class Facts:
     folder_writable: bool
     # What all workers together are to take of the host's memory for blocks that left their KV pools.
     host_memory: int = 0
+    # The same of --disk-cache, the folder, and what is free there or taken by caches already; None: it cannot be used.
+    disk_cache: int = 0
+    disk_folder: str = ""
+    disk_room: int | None = None
+    checksums: bool = True
     # Variables that name a proxy, and whether no_proxy keeps this machine's own addresses from it.
     proxies: tuple[str, ...] = ()
     proxies_spare_loopback: bool = False
@@ -100,9 +106,19 @@ def look(settings: UpSettings) -> Facts:
         folder=str(settings.state_dir),
         folder_writable=os.access(folder, os.W_OK),
         host_memory=(settings.host_memory or 0) * len(cpus_of_workers(settings.workers, here())),
+        disk_cache=settings.disk_cache_bytes * len(cpus_of_workers(settings.workers, here())),
+        disk_folder="" if settings.disk_cache is None else str(settings.disk_cache),
+        disk_room=None if settings.disk_cache is None else _disk_room(settings.disk_cache),
+        checksums=checksums_there(),
         proxies=tuple(sorted(name for name in os.environ if name.lower() in _PROXIES and os.environ[name])),
         proxies_spare_loopback=any(spares_loopback(os.environ.get(name, "")) for name in ("no_proxy", "NO_PROXY")),
     )
+
+
+def _disk_room(root: Path) -> int | None:
+    """Return the bytes that disk caches may take below a folder; None where none can be made."""
+    room = look_at_disk(root)
+    return room.free + room.taken if room.writable else None
 
 
 def spares_loopback(no_proxy: str) -> bool:

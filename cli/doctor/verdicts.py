@@ -44,6 +44,8 @@ def judge(facts: Facts) -> Iterator[Verdict]:
     yield _processor(facts)
     yield _kernels(facts)
     yield _memory(facts)
+    if facts.disk_folder:
+        yield _disk(facts)
     yield _limits(facts)
     yield _redis(facts)
     yield _ports(facts.ports)
@@ -115,6 +117,19 @@ def _memory(facts: Facts) -> Verdict:
         return Verdict("memory", "ok", found)
     todo = "a small model needs about 2 GiB; --kv-memory 256MiB makes the KV pool smaller"
     return Verdict("memory", "note", found, todo)
+
+
+def _disk(facts: Facts) -> Verdict:
+    if facts.disk_room is None:
+        todo = "name another folder: quire serve --disk-cache DIR, or leave it out"
+        return Verdict("disk", "fail", f"{facts.disk_folder} cannot be written", todo)
+    found = f"{_gib(facts.disk_room)} free in {facts.disk_folder}, or taken by caches"
+    if not facts.checksums:
+        return Verdict("disk", "fail", found, "--disk-cache needs the package xxhash: pip install 'xxhash>=4.1'")
+    if facts.disk_cache > facts.disk_room:
+        todo = f"--disk-cache-size asks for {_gib(facts.disk_cache)} in all; ask for less, or name another folder"
+        return Verdict("disk", "fail", found, todo)
+    return Verdict("disk", "ok", found)
 
 
 def _limits(facts: Facts) -> Verdict:

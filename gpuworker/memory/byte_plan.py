@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import blocks_needed, held_blocks
 from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
@@ -62,6 +63,12 @@ def why_no_frames(geometry: KvGeometry, keeps_states: bool) -> str:
     return "" if geometry.num_layers or geometry.shapes else "no layer attends, so there are no K and V to keep"
 
 
+def refuse_tiers(why: str, on_disk: bool) -> None:
+    """Raise InvalidConfig, with the reason, for the options of tiers that can keep nothing of a model."""
+    flags = ("--host-memory", "--disk-cache") if on_disk else ("--host-memory",)
+    raise InvalidConfig(*(FieldViolation(flag, f"{why}; leave it out") for flag in flags))
+
+
 def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:
     """Return the blocks of a pool that take no bytes: those of so many sequences, or as many as a manager accepts."""
     return min(sequences * -(-tokens // block_size), MAX_WORKER_BLOCKS)
@@ -113,6 +120,9 @@ class BytePlan:
     groups: tuple[KvGroup, ...] = ()  # where there are some, blocks above are pages
     host_frames: int = 0
     frame_bytes: int = 0  # of host memory: blocks, and gaps between their parts
+    disk_frames: int = 0
+    disk: int = 0  # bytes of their files
+    disk_folder: str = ""
 
     @property
     def kv(self) -> int:
@@ -201,6 +211,9 @@ class BytePlan:
         where = "" if self.device == "cpu" else ", beside the memory of the device"
         return f"{self.host_frames} more blocks that left the KV cache{where}"
 
+    def _of_disk(self) -> str:
+        return f"{self.disk_frames} more blocks in {self.disk_folder}"
+
     def _of_states(self) -> str:
         kept = f"{self.max_num_seqs} sequences" + (f" and {self.drafted_states} drafts" if self.drafted_states else "")
         if state_group(self.groups):
@@ -227,6 +240,7 @@ class BytePlan:
             *self._of_groups(),
             *self._of_checkpoints(),
             *([f"  host memory  {in_words(self.host):>10}  {self._of_frames()}"] if self.host_frames else []),
+            *([f"  disk cache   {in_words(self.disk):>10}  {self._of_disk()}"] if self.disk_frames else []),
             *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",

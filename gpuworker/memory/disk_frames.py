@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -40,6 +41,7 @@ from gpuworker.scheduling.image_moves import Image, MoveFailed
 
 LAYOUT: Final = 1
 """Rises when the files change, or what the bytes of a block mean: `HostFrames` and `KvCache` have their order."""
+NO_CHECKSUMS: Final = "needs the package xxhash, which is not installed: pip install 'xxhash>=4.1', or leave it out"
 FOLDER_FLAG, SIZE_FLAG = "--disk-cache", "--disk-cache-size"
 HEAD_BYTES: Final = 64 << 10
 ENTRY_BYTES: Final = 128
@@ -324,6 +326,33 @@ def open_for_worker(root: Path, worker_id: str | None, open_folder: Callable[[Pa
     return open_folder(root / f"unnamed-{_UNNAMED_FOLDERS - 1}")
 
 
+class DiskRoom(NamedTuple):
+    """Bytes below a folder of disk caches, free or taken by caches already; whether this user may write there."""
+
+    free: int
+    taken: int
+    writable: bool
+
+
+def look_at_disk(root: Path) -> DiskRoom:
+    """Return what the workers of a host find below `root`, which need not exist yet."""
+    root = root.expanduser().absolute()
+    there = next(each for each in (root, *root.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        return DiskRoom(0, 0, False)
+    disk, taken = os.statvfs(there), 0
+    for path in root.glob("*/*"):
+        if path.name in ("images", "table"):
+            with suppress(OSError):
+                taken += path.lstat().st_blocks * 512
+    return DiskRoom(disk.f_bavail * disk.f_frsize, taken, True)
+
+
+def checksums_there() -> bool:
+    """Return whether the package of checksums is installed; a worker needs it for a disk cache alone."""
+    return find_spec("xxhash") is not None
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -435,8 +464,7 @@ def _checksum() -> Checksum:
     try:
         from xxhash import xxh3_128_digest
     except ImportError as error:
-        what = "needs the package xxhash, which is not installed: pip install 'xxhash>=4.1', or leave it out"
-        raise InvalidConfig(FieldViolation(FOLDER_FLAG, what)) from error
+        raise InvalidConfig(FieldViolation(FOLDER_FLAG, NO_CHECKSUMS)) from error
     return xxh3_128_digest
 
 

@@ -39,7 +39,7 @@ from gpuworker.models.self_test import self_test
 from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 from gpuworker.native.library import NativeUnavailable, use_level
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
-from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
 from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
@@ -271,7 +271,20 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         vocab, factory = model.vocab_size, executor_for(draft.model)
         drafting = assemble_draft(settings, draft, memory, vocab, options_of_memory, backend, factory)
         runner.also_closed.append(drafting.close)
-    return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model, drafting)
+    facts = _facts(settings, model, eos)
+    disk = open_disk(settings, settings.disk_cache_bytes, memory.frame_bytes, identity, facts.dtype)
+    return ModelPlane(
+        settings,
+        identity,
+        with_disk(memory, disk),
+        runner,
+        max_num_seqs,
+        facts,
+        model,
+        drafting,
+        images=cache.frames,
+        disk=disk,
+    )
 
 
 def _use_level(level: str) -> None:
@@ -445,4 +458,5 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Poo
         drafts=_drafts(settings),
         pooled_tokens=pooled,
         host_memory=settings.host_memory or 0,
+        disk_cache=settings.disk_cache is not None,
     )

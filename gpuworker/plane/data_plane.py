@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.pooling import Pooling, name_of, needs_every_token
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import Attach, public_incarnation
 from common.contracts.types import KvGeometry, PoolIdentity
 from common.version import quire_version
@@ -17,8 +18,10 @@ from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
+from gpuworker.memory.disk_frames import DiskFrames, open_for_worker, size_of
 from gpuworker.scheduling.batch_plan import StepRunner
 from gpuworker.scheduling.drafting import DraftModel, NewDrafter, NgramDrafter
+from gpuworker.scheduling.image_moves import Images
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -49,9 +52,42 @@ class Facts:
     software: str
 
 
+def open_disk(
+    settings: GpuWorkerSettings, size_bytes: int, image_bytes: int, identity: PoolIdentity, dtype: str
+) -> DiskFrames | None:
+    """Open the worker's part of the disk cache; None without one. `dtype` is that of weights and activations.
+
+    Raises InvalidConfig where it cannot be used.
+    """
+    root = settings.disk_cache
+    if root is None:
+        return None
+    if needs_every_token(identity.pooling):
+        what = f"keeps cached blocks, and a vector of pooling {identity.pooling} needs every token; leave it out"
+        raise InvalidConfig(FieldViolation("--disk-cache", what))
+    made_with = {"dtype": dtype, "quantization": settings.quantization}
+    return open_for_worker(
+        root.expanduser(),
+        settings.worker_id,
+        lambda folder: DiskFrames.open(folder, size_bytes, image_bytes, identity, made_with),
+    )
+
+
+def with_disk(memory: BytePlan, disk: DiskFrames | None) -> BytePlan:
+    """Return the byte plan of a worker that has these frames on disk."""
+    if disk is None:
+        return memory
+    size = size_of(disk.num_frames, memory.frame_bytes)
+    return replace(memory, disk_frames=disk.num_frames, disk=size, disk_folder=str(disk.folder))
+
+
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """A step runner, the sizes that it was made with, and the description of the worker."""
+    """A step runner, the sizes that it was made with, and the description of the worker.
+
+    `images` are those of its blocks and host frames, `disk` its frames on disk; None without them. Whoever moves
+    images between the two closes the disk.
+    """
 
     settings: GpuWorkerSettings
     identity: PoolIdentity
@@ -59,6 +95,8 @@ class DataPlane:
     runner: StepRunner
     max_num_seqs: int
     facts: Facts
+    images: Images | None = field(default=None, kw_only=True)
+    disk: DiskFrames | None = field(default=None, kw_only=True)
 
     @property
     def prefix_caching(self) -> bool:
@@ -74,6 +112,11 @@ class DataPlane:
     def host_frames(self) -> int:
         """The blocks that host memory keeps beside the pool; none where no prompt begins with cached blocks."""
         return self.memory.host_frames if self.prefix_caching else 0
+
+    @property
+    def disk_frames(self) -> int:
+        """The blocks that the disk cache keeps."""
+        return 0 if self.disk is None else self.disk.num_frames
 
     @property
     def keeps_states(self) -> bool:
@@ -118,6 +161,7 @@ class DataPlane:
             new_drafter=self.new_drafter,
             draft_model=self.draft_model,
             host_frames=self.host_frames,
+            disk_frames=self.disk_frames,
         )
 
     def attach(self, worker_id: str, address: str) -> Attach:
@@ -133,6 +177,7 @@ class DataPlane:
             prefix_caching=self.prefix_caching,
             max_num_seqs=self.max_num_seqs,
             host_frames=self.host_frames,
+            disk_frames=self.disk_frames,
         )
 
     def start_lines(self) -> list[str]:

@@ -32,6 +32,7 @@ from gpuworker.memory.byte_plan import (
     in_words,
     longest_sequence,
     max_scored_tokens,
+    refuse_tiers,
     why_no_frames,
 )
 from gpuworker.memory.devices import free_bytes, total_bytes
@@ -70,6 +71,7 @@ class MemoryOptions:
     pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
     usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
     host_memory: int = 0  # bytes that keep blocks which leave the pool
+    disk_cache: bool = False  # whether a disk keeps more of them
 
 
 def plan_memory(
@@ -181,7 +183,7 @@ def _host_frames(
     if not options.host_memory:
         return 0, 0
     if why := why_no_frames(geometry, model.states is not None):
-        raise InvalidConfig(FieldViolation("--host-memory", f"{why}; leave it out"))
+        refuse_tiers(why, options.disk_cache)
     frame, there = frame_bytes(geometry, options.block_size), host_memory.available_bytes()
     if options.host_memory > there:
         what = f"is {in_words(options.host_memory)}, and {in_words(there)} of the host's memory are free; ask for less"

@@ -22,6 +22,7 @@ from common.contracts.types import KvGeometry
 from common.process.topology import allowed_cpus
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY, bytes_per_block, in_words
+from gpuworker.memory.disk_frames import NO_CHECKSUMS, checksums_there, look_at_disk
 from gpuworker.memory.host_memory import address_space, available_bytes
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.native.levels import processor_flags, why_not
@@ -77,6 +78,7 @@ def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, wor
     found += _length_problems(settings, directory)
     found += _device_problems(settings.device, machine)
     found += _memory_problems(settings, machine, workers, directory)
+    found += _disk_problems(settings, workers)
     return [*found, *of_draft]
 
 
@@ -173,6 +175,21 @@ def _memory_problems(
             f" about {in_words(needed)}; lift it with `ulimit -v unlimited`"
         )
         yield FieldViolation("ulimit -v", what)
+
+
+def _disk_problems(settings: GpuWorkerSettings, workers: int) -> Iterator[FieldViolation]:
+    if settings.disk_cache is None:
+        return
+    if not checksums_there():
+        yield FieldViolation("--disk-cache", NO_CHECKSUMS)
+    room = look_at_disk(settings.disk_cache)
+    if not room.writable:
+        yield FieldViolation("--disk-cache", f"is {settings.disk_cache}, which cannot be written; name another folder")
+    elif workers * settings.disk_cache_bytes > room.free + room.taken:
+        each = f" for each of {workers} workers" if workers > 1 else ""
+        has = f"{in_words(room.free)} are free there, beside {in_words(room.taken)} of caches"
+        what = f"asks for {in_words(settings.disk_cache_bytes)} in {settings.disk_cache}{each}, and {has}; ask for less"
+        yield FieldViolation("--disk-cache-size", what)
 
 
 def _keeps_no_kv(settings: GpuWorkerSettings, directory: Path) -> bool:

@@ -38,7 +38,7 @@ class AgentConfig:
     host_frames: int = 0
     """Blocks that host memory keeps beside those of the pool."""
     disk_frames: int = 0
-    """Blocks that the disk keeps."""
+    """Blocks that the disk cache keeps beside both."""
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

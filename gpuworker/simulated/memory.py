@@ -5,24 +5,29 @@ A state is the CRC of all tokens that it has read. It lies at its sequence, and 
     tokens  a b c d e f g   block size 4      state behind f: crc(abcdef)
     pages   K and V of a b c d: crc(abcd)     a checkpoint behind d, of two pages: crc(abcd), crc(abcd)
 
-A frame of host memory holds what the block held that was copied into it. A row that goes on with another state, or
-reads a block that holds other tokens, is wrong from there on.
+A frame of host memory holds what the block held that was copied into it. An image is that in 16 bytes. A row that goes
+on with another state, or reads a block that holds other tokens, is wrong from there on.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from struct import Struct
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from common.contracts.lease import Copy, TierCopy, unread_blocks
+from common.contracts.moves import Medium, Place
 from common.contracts.types import BlockId, FrameId, KvGroup, KvGroupKind, SequenceId
 from gpuworker.memory.layout import attending_groups, state_group
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from gpuworker.scheduling.image_moves import Image
 
 _ONE_GROUP = (KvGroup(KvGroupKind.FULL, 0, 1, ()),)
 _NOTHING = -1  # what a place holds before its sequence's first row
+_IMAGE: Final = Struct("<iiq")
+IMAGE_BYTES: Final = _IMAGE.size
 
 
 class _Content(NamedTuple):
@@ -51,8 +56,14 @@ class _Read:
         return crc32(self.tokens[blocks * block_size : end], bounds[blocks])
 
 
+_EMPTY: Final = _Content(-1, -1, _NOTHING)  # the image of a place that holds nothing
+
+
 class SimulatedMemory:
-    """Follows what steps write and read. The engine's thread calls it, once a step, in the order of the steps."""
+    """Follows what steps write and read. The engine's thread calls it, once a step, in the order of the steps.
+
+    Implements `Images`.
+    """
 
     def __init__(self, groups: Sequence[KvGroup], block_size: int) -> None:
         # Where the pool has no groups, each block is a page that all layers read.
@@ -84,6 +95,16 @@ class SimulatedMemory:
                 self._pages[each.block] = held
             else:
                 self._pages.pop(each.block, None)
+
+    def take(self, place: Place) -> Image:
+        """Implement `Images`."""
+        held = self._frames.get(place.index) if place.medium is Medium.HOST else self._pages.get(place.index)
+        return _IMAGE.pack(*(held or _EMPTY))
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        """Implement `Images`."""
+        held = _Content(*_IMAGE.unpack(image))
+        self._frames[frame] = None if held == _EMPTY else held
 
     def load(self, plan: StepPlan) -> None:
         """Read checkpoints before the rows run. A page that holds anything else makes the state another one."""

@@ -13,7 +13,7 @@ from typing import Final
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import blocks_needed
-from common.contracts.types import KvGeometry
+from common.contracts.types import KvGeometry, PoolIdentity
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import (
     GIB,
@@ -23,13 +23,15 @@ from gpuworker.memory.byte_plan import (
     bytes_per_block,
     frame_bytes,
     longest_sequence,
+    refuse_tiers,
     why_no_frames,
 )
+from gpuworker.memory.disk_frames import DiskFrames, checked_frames, size_of
 from gpuworker.memory.layout import state_group, with_states
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
-from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.scheduling.step_costs import parse_costs
-from gpuworker.simulated.memory import SimulatedMemory
+from gpuworker.simulated.memory import IMAGE_BYTES, SimulatedMemory
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
@@ -54,6 +56,8 @@ class SimulatedPlane(DataPlane):
         blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         steps = f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"
         host = [f"host memory: as if {memory.host_frames} more blocks were kept"] if memory.host_frames else []
+        frames = f"disk cache: as if {memory.disk_frames} more blocks were kept in {memory.disk_folder}"
+        host += [frames] if memory.disk_frames else []
         return [steps, *host, memory.prefix_line(self.prefix_caching)]
 
 
@@ -80,10 +84,20 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     plan = _byte_plan(settings, geometry, checkpoint.context, usual, max_num_seqs)
     if settings.host_memory is not None:
         if why := why_no_frames(geometry, bool(mixers)):
-            raise InvalidConfig(FieldViolation("--host-memory", f"{why}; leave it out"))
+            refuse_tiers(why, settings.disk_cache is not None)
         frame = frame_bytes(geometry, settings.block_size)
-        plan = replace(plan, host_frames=settings.host_memory // frame)
-    return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts, bool(mixers))
+        plan = replace(plan, host_frames=settings.host_memory // frame, frame_bytes=frame)
+    disk = _open_disk(settings, identity, plan, facts.dtype)
+    made = (settings, identity, with_disk(plan, disk), runner, max_num_seqs, facts, bool(mixers))
+    return SimulatedPlane(*made, images=memory, disk=disk)
+
+
+def _open_disk(settings: GpuWorkerSettings, identity: PoolIdentity, plan: BytePlan, dtype: str) -> DiskFrames | None:
+    """Open as many frames as the options would give a model; an image here is far smaller than its K and V."""
+    if settings.disk_cache is None:
+        return None
+    frames = checked_frames(settings.disk_cache_bytes, plan.frame_bytes)
+    return open_disk(settings, size_of(frames, IMAGE_BYTES), IMAGE_BYTES, identity, dtype)
 
 
 def simulated_tokens(directory: Path, tokenizer: Path | None = None) -> SimulatedTokens:

@@ -14,9 +14,11 @@ import pytest
 from rich.console import Console
 
 from cli.commands.doctor import drawn, show
-from cli.doctor.facts import Facts, PortUse, spares_loopback
+from cli.config import UpSettings
+from cli.doctor.facts import Facts, PortUse, look, spares_loopback
 from cli.doctor.verdicts import Verdict, judge
 from cli.suite.stack import free_ports
+from common.settings.config import load
 from tests.support.proxies import NO_PROXY_NAMES, PROXY_NAMES
 from tests.support.up_harness import quire
 
@@ -108,6 +110,43 @@ def test_host_memory_that_is_not_there_is_too_much() -> None:
         "--host-memory asks for 7.0 GiB in all; ask for less, or leave it out",
     )
     assert verdicts(replace(GOOD, host_memory=6 * GIB))["memory"].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, Verdict("disk", "ok", "40.0 GiB free in /cache, or taken by caches")),
+        ({"disk_room": None}, Verdict("disk", "fail", "/cache cannot be written", "name another folder: quire serve")),
+        (
+            {"disk_cache": 41 * GIB},
+            Verdict(
+                "disk", "fail", "40.0 GiB free in /cache, or taken by caches", "--disk-cache-size asks for 41.0 GiB"
+            ),
+        ),
+        (
+            {"checksums": False},
+            Verdict("disk", "fail", "40.0 GiB free in /cache, or taken by caches", "--disk-cache needs the package"),
+        ),
+    ],
+    ids=["fits", "not ours", "too large", "no checksums"],
+)
+def test_a_disk_cache_is_a_line_of_its_own(change: dict[str, object], expected: Verdict) -> None:
+    facts = replace(GOOD, disk_cache=40 * GIB, disk_folder="/cache", disk_room=40 * GIB)
+    found = verdicts(replace(facts, **change))["disk"]  # type: ignore[arg-type]
+    assert replace(found, todo=found.todo[: len(expected.todo)]) == expected
+    assert bool(found.todo) == bool(expected.todo)
+    assert "disk" not in verdicts(GOOD)
+
+
+def test_the_disk_is_looked_at_for_all_workers(tmp_path: Path) -> None:
+    settings = load(UpSettings, ("--disk-cache", str(tmp_path / "d"), "--host-memory", "1MiB", "--workers", "2"), {})
+    facts = look(settings)
+    assert (facts.disk_cache, facts.disk_folder, facts.checksums) == (32 * GIB, str(tmp_path / "d"), True)
+    assert facts.disk_room is not None
+    assert facts.disk_room > 0
+    (tmp_path / "d").write_text("")
+    assert look(settings).disk_room is None
+    assert (look(load(UpSettings, (), {})).disk_cache, look(load(UpSettings, (), {})).disk_folder) == (0, "")
 
 
 def test_a_level_that_was_asked_for_is_shown_beside_the_best() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gpuworker.config import GpuWorkerSettings
@@ -25,3 +27,34 @@ def test_a_step_has_room_for_a_token_of_each_sequence() -> None:
 def test_by_default_a_step_has_no_more_sequences_than_tokens(given: int | None, budget: int, sequences: int) -> None:
     settings = GpuWorkerSettings(model="m", max_num_seqs=given, max_num_batched_tokens=budget)
     assert settings.num_seqs(64) == sequences
+
+
+GIB = 1 << 30
+
+
+def test_blocks_come_from_disk_by_way_of_host_memory() -> None:
+    assert problems(disk_cache="d") == [
+        "--disk-cache keeps blocks that come back by way of host memory, and there is none; add --host-memory 1GiB"
+    ]
+    assert problems(disk_cache="d", host_memory="1GiB") == []
+
+
+def test_a_disk_cache_keeps_cached_blocks() -> None:
+    assert problems(disk_cache="d", host_memory="1GiB", prefix_caching=False) == [
+        "--host-memory keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them",
+        "--disk-cache keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them",
+    ]
+
+
+def test_a_disk_cache_has_16_gib_unless_a_size_says_otherwise() -> None:
+    def size(**options: object) -> int:
+        return GpuWorkerSettings.model_validate({"model": "m", **options}).disk_cache_bytes
+
+    assert [size(), size(disk_cache="d"), size(disk_cache=Path("d"), disk_cache_size="100GiB")] == [
+        0,
+        16 * GIB,
+        100 * GIB,
+    ]
+    assert problems(disk_cache_size="1GiB") == [
+        "--disk-cache-size is the size of a --disk-cache, and there is none; add it"
+    ]

@@ -125,6 +125,25 @@ def test_host_memory_that_keeps_nothing_is_refused(
         plan_memory(model, geometry, 1024, MemoryOptions(kv_blocks=70, host_memory=size))
 
 
+def test_what_host_memory_cannot_keep_a_disk_cannot_either(model: TransformersModel) -> None:
+    geometry = replace(GEOMETRY, window=64)
+    with pytest.raises(InvalidConfig) as refused:
+        plan_memory(model, geometry, 1024, MemoryOptions(kv_blocks=70, host_memory=9 * BLOCK, disk_cache=True))
+    words = "layers of the model attend within windows, and host memory keeps blocks that all layers read alike"
+    assert [(each.field, each.description) for each in refused.value.violations] == [
+        ("--host-memory", f"{words}; leave it out"),
+        ("--disk-cache", f"{words}; leave it out"),
+    ]
+
+
+def test_a_disk_cache_is_a_line_of_the_plan_and_takes_no_memory(model: TransformersModel) -> None:
+    without = plan(model, kv_blocks=70, host_memory=9 * BLOCK)
+    byte_plan = replace(without, disk_frames=87125, disk=16 << 30, disk_folder="/cache/worker-0")
+    (line,) = [line for line in byte_plan.lines() if line not in without.lines()]
+    assert line == "  disk cache     16.0 GiB  87125 more blocks in /cache/worker-0"
+    assert byte_plan.left == without.left
+
+
 # One layer sees everything and two a window: a page has one lane, K and V of a layer in 16 slots.
 GROUPED = replace(GEOMETRY, groups=(KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 64, 2, (1, 2))))
 

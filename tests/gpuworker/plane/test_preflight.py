@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY
 from gpuworker.native import levels
+from gpuworker.plane import preflight
 from gpuworker.plane.preflight import Machine, problems
 from tests.support.gguf_files import write_model
 
@@ -234,3 +236,36 @@ def test_drafts_are_refused_where_nothing_is_sampled_and_on_cuda(folder: Path) -
     assert found(folder, CPU, *asked) == {}
     assert found(folder, CPU, *asked, "--pooling", "last") == {"--speculative": pooled}
     assert found(folder, ONE_GPU, *asked, "--device", "cuda") == {"--speculative": cuda}
+
+
+def test_a_disk_cache_that_does_not_fit_is_named_with_the_numbers(folder: Path, tmp_path: Path) -> None:
+    flags = ("--host-memory", "1GiB", "--disk-cache", str(tmp_path / "not" / "there"))
+    assert found(folder, CPU, *flags, "--disk-cache-size", "1MiB", workers=2) == {}
+    said = found(folder, CPU, *flags, "--disk-cache-size", "999TiB", workers=2)["--disk-cache-size"]
+    assert said.startswith(f"asks for 999.0 TiB in {tmp_path}/not/there for each of 2 workers, and ")
+    assert said.endswith(" are free there, beside 0 B of caches; ask for less")
+
+
+def test_files_of_disk_caches_count_as_free(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "w0").mkdir()
+    (tmp_path / "w0" / "images").write_bytes(b"1" * (1 << 20))
+    (tmp_path / "other").write_bytes(b"1" * (1 << 20))
+    full = os.statvfs_result((4096, 4096, 100, 99, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    flags = ("--host-memory", "1GiB", "--disk-cache", str(tmp_path), "--disk-cache-size")
+    assert found(folder, CPU, *flags, "1MiB") == {}
+    said = f"asks for 1.1 MiB in {tmp_path}, and 0 B are free there, beside 1.0 MiB of caches; ask for less"
+    assert found(folder, CPU, *flags, "1.1MiB") == {"--disk-cache-size": said}
+
+
+def test_a_disk_cache_needs_a_folder_and_checksums(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(preflight, "checksums_there", lambda: False)
+    flags = ("--host-memory", "1GiB", "--disk-cache")
+    words = "needs the package xxhash, which is not installed: pip install 'xxhash>=4.1', or leave it out"
+    assert found(folder, CPU, *flags, str(tmp_path), "--disk-cache-size", "1MiB") == {"--disk-cache": words}
+    monkeypatch.undo()
+    words = f"is {tmp_path}/file, which cannot be written; name another folder"
+    assert found(folder, CPU, *flags, str(tmp_path / "file")) == {"--disk-cache": words}

@@ -10,10 +10,11 @@ import time
 import pytest
 
 from common.contracts.lease import Copy, TierCopy
-from common.contracts.types import BlockId, SamplingParams, SequenceId
+from common.contracts.moves import Medium, Place
+from common.contracts.types import BlockId, FrameId, SamplingParams, SequenceId
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from gpuworker.scheduling.step_costs import StepCosts, parse_costs
-from gpuworker.simulated.memory import SimulatedMemory
+from gpuworker.simulated.memory import IMAGE_BYTES, SimulatedMemory
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
 
@@ -36,7 +37,8 @@ class Worker:
 
     def __init__(self, costs: StepCosts = FREE) -> None:
         self.tokens = SimulatedTokens(range(100, 200))
-        self.runner = SimulatedRunner(costs, self.tokens, memory=SimulatedMemory((), 2))
+        self.memory = SimulatedMemory((), 2)
+        self.runner = SimulatedRunner(costs, self.tokens, memory=self.memory)
         for number, tokens in enumerate((PROMPT, OTHER, PROMPT)):
             self.runner.add_sequence(SequenceId(number), tokens, SamplingParams(seed=1), len(tokens))
 
@@ -77,6 +79,21 @@ def test_a_copied_part_of_a_block_is_filled_up_by_its_sequence() -> None:
     worker = Worker()
     assert worker.step(0, 0, (0, 1, 2)) == 0
     assert worker.step(2, 3, (0, 3, 4), Copy(BlockId(1), BlockId(3), 3)) == 0
+
+
+def test_an_image_of_a_block_goes_to_another_worker_and_a_wrong_one_is_seen() -> None:
+    ours, theirs = Worker(), Worker()
+    assert ours.step(0, 0, (0, 1, 2), store(1, 4)) == 0
+    images = [bytes(ours.memory.take(Place(Medium.BLOCK, FrameId(number)))) for number in (0, 1, 2, 9)]
+    assert {len(each) for each in images} == {IMAGE_BYTES}
+    assert len(set(images)) == 4, "whole blocks, one that is not full, and nothing"
+    assert ours.step(2, 4, (0, 1, 3), store(0, 5), store(1, 6)) == 0
+    assert [bytes(ours.memory.take(Place(Medium.HOST, FrameId(number)))) for number in (5, 6)] == images[:2]
+    for number, image in enumerate(images):
+        theirs.memory.land(FrameId(number), image)
+    assert theirs.step(2, 4, (7, 8, 9), load(0, 7), load(1, 8)) == 0
+    assert theirs.step(0, 4, (7, 8, 9), load(1, 7), load(0, 8)) == 1, "each in the place of the other"
+    assert theirs.step(2, 4, (7, 8, 9), load(0, 7), load(3, 8)) == 1, "nothing"
 
 
 def test_copies_of_frames_take_their_time() -> None:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.types import KvGeometry, KvGroup, KvGroupKind, SamplingParams, SequenceId, TokenLogprobs
+from common.contracts.moves import Medium, Move, Place
+from common.contracts.types import (
+    BlockHash,
+    FrameId,
+    KvGeometry,
+    KvGroup,
+    KvGroupKind,
+    SamplingParams,
+    SequenceId,
+    TokenLogprobs,
+)
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart, StepPlan
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
@@ -26,6 +36,7 @@ CONFIG = {
     "hidden_size": 32,
     "eos_token_id": 5,
 }
+ON_DISK = Place(Medium.DISK, FrameId(5))
 VOCABULARY = {"<pad>": 0, "a": 1, "\u0120b1": 2, "\u00e4": 3, "!": 4, "end": 5, "\u2581c": 6, "d": 7, "e": 8, "f": 9}
 
 
@@ -188,3 +199,31 @@ def test_simulated_and_real_workers_are_never_in_one_pool(folder: Path) -> None:
 def test_bad_costs_are_refused_with_the_other_options() -> None:
     with pytest.raises(ValueError, match="expected terms of"):
         GpuWorkerSettings(model=".", simulate="fast")
+
+
+def test_a_plane_has_as_many_frames_on_disk_as_a_model_would_and_finds_them_again(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"block_size": 32, "host_memory": 1 << 20, "disk_cache_size": 1 << 20}
+    options["disk_cache"] = tmp_path / "disk"
+    made = plane(folder, worker_id="w1", **options)
+    assert made.disk is not None
+    # A block of 32 slots takes 8 KiB: two layers, K and V of two heads, 8 floats each.
+    assert made.disk_frames == made.attach("w1", "").disk_frames == ((1 << 20) - (64 << 10)) // (8192 + 128)
+    assert f"disk cache: as if 118 more blocks were kept in {tmp_path}/disk/w1" in made.start_lines()
+    move = Move(1, BlockHash(b"h" * 16), BlockHash(b"p" * 16), 0, Place(Medium.HOST, FrameId(1)), ON_DISK)
+    assert made.images is not None
+    made.disk.write(move, made.images.take(move.source))
+    made.disk.close()
+    assert (tmp_path / "disk" / "w1" / "images").stat().st_size < 8192 * 118 // 2
+    again = plane(folder, worker_id="w1", **options)
+    assert again.disk is not None
+    assert [(each.block, each.hash) for each in again.disk.claims()] == [(5, b"h" * 16)]
+    again.disk.close()
+    other = plane(folder, **options)
+    assert other.disk is not None
+    assert (other.disk.folder, other.disk.claims()) == (tmp_path / "disk" / "unnamed-0", ())
+    other.disk.close()
+
+
+def test_a_plane_whose_disk_cache_holds_no_block_is_refused_as_a_model_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"--disk-cache-size: is 68.0 KiB, and one block takes 68.1 KiB"):
+        plane(folder, host_memory=1 << 20, disk_cache=tmp_path / "d", disk_cache_size=68 << 10)
