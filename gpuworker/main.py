@@ -38,6 +38,8 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
 from gpuworker.engine.ports import EngineLoad
+from gpuworker.engine.transfers import Transfers
+from gpuworker.memory.disk_mover import DiskMover
 from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.scheduling.lease_agent import LeaseAgent
@@ -172,6 +174,10 @@ class Worker:
             new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
         )
         self._engine, self._watchdog.standstill = engine, engine.standstill
+        if plane.disk is not None and plane.images is not None:
+            mover, disk = DiskMover(plane.disk, engine.wake), plane.disk
+            transfers = Transfers(mover, plane.images, plane.memory.frame_bytes, disk.reset, SystemClock())
+            engine.keep_on_disk(transfers, disk.claims(), disk.reset)
         if ratio := self.settings.trace_step_ratio:
             engine.record_steps(lambda: random.random() < ratio)
         loop = asyncio.get_running_loop()

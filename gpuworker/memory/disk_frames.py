@@ -53,6 +53,7 @@ _ENTRY: Final = struct.Struct("<16s16sIIQQ16s52x")
 _NO_ENTRY: Final = bytes(ENTRY_BYTES)
 _ALIGNED: Final = 4 << 10
 _MOST_FAILURES: Final = 8  # in a row: then nothing more is tried
+_NO_PARENT: Final = bytes(16)  # in the entry of a first block
 _READ_AT_ONCE: Final = 8192  # entries, when all are looked at
 _MOST_WORD: Final = 40  # characters of a value that has changed
 _UNNAMED_FOLDERS: Final = 256  # for workers without ids, at most
@@ -216,7 +217,7 @@ class DiskFrames:
         self._failures = 0
 
     def read(self, move: Move) -> bytes:
-        """Load an image, verified. Raises MoveFailed; the frame holds nothing then.
+        """Load an image, verified. Raises MoveFailed; the frame holds nothing then, or still another block.
 
         CORRUPT: the entry is of another block, or not whole, or its checksum is that of other bytes. FAILED: the file
         cannot be read.
@@ -226,7 +227,7 @@ class DiskFrames:
         try:
             packed = os.pread(self._table, ENTRY_BYTES, _entry_at(frame))
             entry = _Entry.of(packed, frame)
-            asked = (move.hash, move.parent, move.depth)
+            asked = (move.hash, move.parent or _NO_PARENT, move.depth)
             fits = entry is not None and self._is_present(entry) and entry[:3] == asked
             image = _read(self._images, self.image_bytes, frame * self._stride) if fits else b""
         except OSError as error:
@@ -234,7 +235,8 @@ class DiskFrames:
             raise self._failed("read", error) from error
         self._failures = 0
         if entry is None or not image or self._checksum(image) != entry.checksum:
-            self._replace(frame, packed, _NO_ENTRY)
+            if fits or entry is None:
+                self._replace(frame, packed, _NO_ENTRY)
             raise MoveFailed(MoveEnd.CORRUPT)
         self._replace(frame, packed, entry._replace(last_used=time.time_ns()).packed(frame))
         return image

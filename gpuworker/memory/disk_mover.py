@@ -55,6 +55,9 @@ class DiskMover:
             found.append(self._ended.popleft())
         return found
 
+    def clear(self, reset: int) -> None:
+        self._disk.clear(reset)
+
     def close(self) -> None:
         self._closed = True
         self._reads.close()

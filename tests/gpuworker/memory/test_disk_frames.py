@@ -72,7 +72,7 @@ def test_a_worker_that_restarts_claims_what_it_has_saved(tmp_path: Path) -> None
     disk.close()
     again = opened(tmp_path / "w")
     first, second = again.claims()
-    assert (first.block, first.hash, first.parent_hash, first.depth) == (2, hash_of("a"), hash_of("root"), 0)
+    assert (first.block, first.hash, first.parent_hash, first.depth) == (2, hash_of("a"), bytes(16), 0)
     assert (second.block, second.hash, second.parent_hash, second.depth) == (0, hash_of("b"), hash_of("a"), 1)
     assert again.read(fetch("a", 2)) == image_of("a")
     assert again.read(fetch("b", 0, "a", 1)) == image_of("b")
@@ -103,17 +103,20 @@ def test_a_frame_that_is_written_again_holds_the_new_block(tmp_path: Path) -> No
     disk.write(save("b", 0), image_of("b"))
     assert held(disk) == {0: hash_of("b")}
     assert read_or_end(disk, fetch("a", 0)) == MoveEnd.CORRUPT
+    assert held(disk) == {0: hash_of("b")}
 
 
 @pytest.mark.parametrize(
     "move",
-    [fetch("b", 0), fetch("a", 0, "other"), fetch("a", 0, depth=1), fetch("a", 1)],
-    ids=["another hash", "another parent", "another depth", "an empty frame"],
+    [fetch("b", 0), fetch("a", 0, depth=1), fetch("b", 1, "other", 1), fetch("b", 1, "a", 2), fetch("a", 2)],
+    ids=["another hash", "a depth", "another parent", "another depth", "an empty frame"],
 )
-def test_a_frame_that_holds_another_block_is_corrupt_and_holds_nothing_then(tmp_path: Path, move: Any) -> None:
+def test_a_frame_that_holds_another_block_gives_nothing_and_keeps_it(tmp_path: Path, move: Any) -> None:
     disk = written(tmp_path / "w", "a")
+    disk.write(save("b", 1, "a", 1), image_of("b"))
     assert read_or_end(disk, move) == MoveEnd.CORRUPT
-    assert held(disk) == ({0: hash_of("a")} if move.source.index else {})
+    assert read_or_end(disk, fetch("a", 0)) == image_of("a")
+    assert read_or_end(disk, fetch("b", 1, "a", 1)) == image_of("b")
 
 
 # ---------------------------------------------------------------- resets

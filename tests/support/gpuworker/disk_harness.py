@@ -28,12 +28,12 @@ def image_of(name: object) -> bytes:
 
 def save(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Move:
     places = Place(Medium.BLOCK, FrameId(7)), Place(Medium.DISK, FrameId(frame))
-    return Move(number, hash_of(name), hash_of(parent), depth, *places)
+    return Move(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
 
 
 def fetch(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Move:
     places = Place(Medium.DISK, FrameId(frame)), Place(Medium.HOST, FrameId(3))
-    return Move(number, hash_of(name), hash_of(parent), depth, *places)
+    return Move(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
 
 
 def opened(folder: Path, frames: int = 4, identity: PoolIdentity = IDENTITY, **options: Any) -> DiskFrames:
