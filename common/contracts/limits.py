@@ -376,6 +376,25 @@ MAX_NAMED_MANAGERS: Final = 64
 # 20 log-probabilities each.
 MAX_OUTPUT_MESSAGE_BYTES: Final = 128 << 10
 
+# ------------------------------------------------------------ workers that fetch blocks from each other
+
+# Blocks of one request; bytes of a request.
+MAX_PEER_ITEMS: Final = 512
+MAX_PEER_REQUEST_BYTES: Final = 64 << 10
+# Bytes of the image of one block.
+MAX_PEER_IMAGE_BYTES: Final = 64 << 20
+# Connections that have shown a valid token, and those of them of one worker. Further ones are refused.
+MAX_PEER_CONNECTIONS: Final = 64
+MAX_PEER_CONNECTIONS_A_WORKER: Final = 4
+# Connections that have not shown one yet, and those of one address. They have so many seconds for it.
+MAX_PEER_STRANGERS: Final = 32
+MAX_PEER_STRANGERS_AN_ADDRESS: Final = 16
+PEER_HELLO_SECONDS: Final = 10.0
+# Seconds between the clocks of the machines of a manager and of a worker, for the end of a token.
+PEER_TOKEN_DRIFT_SECONDS: Final = 300.0
+# Seconds between two lines about refused peers, of each reason.
+PEER_LINE_SECONDS: Final = 10.0
+
 # ------------------------------------------------------------ Redis
 
 # Workers that discovery reads in one poll; of a larger set, as many drawn at random.

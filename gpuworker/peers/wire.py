@@ -1,0 +1,354 @@
+"""What two workers say to each other when one fetches blocks: fixed little-endian structs, each length with a bound.
+
+The destination D opens a connection to the source S. All numbers are little-endian.
+
+    D  hello     magic 8 | version u16 | flags u16 | image bytes u32 | image format 16 | host key 16
+                 | D's incarnation 16 | S's incarnation 16 | length of D's id u16 | of S's id u16 | both ids
+    S  welcome   magic 8 | version u16 | refusal u16 | image bytes u32 | image format 16 | S's incarnation 16
+
+    D  request   1 u8 | 0 u8 | number of hashes u16 | request u32 | token 16 | expires u64 | hashes, 16 each
+    D  taken     2 u8 | 0 u8 | 0 u16              | slot u32
+    D  ring      3 u8 | opened u8 | 0 u16         | 0 u32 | nonce 32
+
+    S  item      1 u8 | end u8 | item u16 | request u32 | length u32 | slot u32 | xxh3-128 of the image 16 | image
+    S  refused   2 u8 | refusal u8 | 0 u16 | request u32 | 0 u32 | 0 u32 | 0 16
+    S  ring      3 u8 | 0 u8 | slots u16 | 0 u32 | bytes of a slot u32 | 0 u32 | name 16
+
+`end` is a MoveEnd. An image follows its head where `slot` is NO_SLOT; else it lies in that slot of S's ring in shared
+memory (`carriers.py`). Incarnations are the public ones. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from common.contracts.limits import MAX_ID_CHARS, MAX_PEER_IMAGE_BYTES, MAX_PEER_ITEMS
+from common.contracts.moves import MoveEnd
+from common.contracts.transfer_tokens import TOKEN_BYTES
+from common.contracts.types import BlockHash
+from common.untrusted.ids import is_id
+
+VERSION: Final = 1
+KEY_BYTES: Final = 16
+DIGEST_BYTES: Final = 16
+NONCE_BYTES: Final = 32
+NO_SLOT: Final = 0xFFFF_FFFF
+NO_HOST: Final = bytes(KEY_BYTES)
+_MAGIC: Final = b"quirePX\n"
+_TAKES_RINGS: Final = 1
+_HELLO: Final = struct.Struct("<8sHHI16s16s16s16sHH")
+_WELCOME: Final = struct.Struct("<8sHHI16s16s")
+_HEAD: Final = struct.Struct("<BBHI")
+_REQUEST: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
+_ANSWER: Final = struct.Struct("<BBHIII16s")
+HELLO_BYTES: Final = _HELLO.size
+WELCOME_BYTES: Final = _WELCOME.size
+HEAD_BYTES: Final = _HEAD.size
+ANSWER_BYTES: Final = _ANSWER.size
+
+
+class WireError(Exception):
+    """What a peer sent is not of this protocol; the text says why, and has nothing of what was sent."""
+
+
+class OtherVersion(WireError):
+    """A peer of this protocol speaks another version of it."""
+
+
+class Refusal(IntEnum):
+    """Why S refuses a connection or a request."""
+
+    NONE = 0
+    VERSION = 1
+    FORMAT = 2
+    INCARNATION = 3
+    SOURCE = 4
+    CERTIFICATE = 5
+    FULL = 6
+    TOKEN = 7
+    MALFORMED = 8
+
+    @property
+    def words(self) -> str:
+        """The reason, for a log line."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    Refusal.NONE: "nothing is refused",
+    Refusal.VERSION: "the source speaks another version of the protocol",
+    Refusal.FORMAT: "its blocks have another format: another model, type or layout",
+    Refusal.INCARNATION: "the source has begun anew since the manager named it",
+    Refusal.SOURCE: "another worker listens at the address",
+    Refusal.CERTIFICATE: "the certificate is not that of this worker",
+    Refusal.FULL: "the source has as many connections as it takes",
+    Refusal.TOKEN: "the token does not hold",
+    Refusal.MALFORMED: "the source could not read the request",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """What a worker is for its peers. `incarnation` is the public one, `image_format` names the layout of an image.
+
+    Both have 16 bytes. Every image of the format has `image_bytes`.
+    """
+
+    worker_id: str
+    incarnation: bytes
+    image_format: bytes
+    image_bytes: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what a hello cannot say."""
+        if len(self.incarnation) != KEY_BYTES or len(self.image_format) != KEY_BYTES:
+            raise ValueError(f"an incarnation and an image format have {KEY_BYTES} bytes")
+        if not 0 < self.image_bytes <= MAX_PEER_IMAGE_BYTES:
+            raise ValueError(f"images of {self.image_bytes} bytes; expected 1 to {MAX_PEER_IMAGE_BYTES}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of D: who it is, and whom it looks for. NO_HOST: it takes nothing from shared memory."""
+
+    who: PeerIdentity
+    source_id: str
+    source_incarnation: bytes
+    host_key: bytes = NO_HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to a hello. After a refusal S closes the connection."""
+
+    refusal: Refusal
+    incarnation: bytes
+    image_format: bytes
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """D asks for blocks. Each of them is answered once, in any order."""
+
+    number: int
+    token: bytes
+    expires: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """D has copied an image out of a slot of the ring."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingReply:
+    """Whether D could open the ring; then with the nonce that stands in it."""
+
+    opened: bool
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """S's answer for one block. `length` bytes follow, or lie in `slot`; none unless `end` is DONE."""
+
+    request: int
+    item: int
+    end: MoveEnd
+    length: int = 0
+    digest: bytes = bytes(DIGEST_BYTES)
+    slot: int = NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """S answers nothing of a request."""
+
+    request: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class RingOffer:
+    """S offers a ring in shared memory: `slots` of `slot_bytes` each, in a file whose name is made of `name`."""
+
+    slots: int
+    slot_bytes: int
+    name: bytes
+
+
+class ClientKind(IntEnum):
+    """What D sends."""
+
+    REQUEST = 1
+    TAKEN = 2
+    RING = 3
+
+
+class ServerKind(IntEnum):
+    """What S sends."""
+
+    ITEM = 1
+    REFUSED = 2
+    RING = 3
+
+
+# ---------------------------------------------------------------- hello and welcome
+
+
+def pack_hello(hello: Hello) -> bytes:
+    own, other = hello.who.worker_id.encode(), hello.source_id.encode()
+    head = _HELLO.pack(
+        _MAGIC,
+        VERSION,
+        _TAKES_RINGS if hello.host_key != NO_HOST else 0,
+        hello.who.image_bytes,
+        hello.who.image_format,
+        hello.host_key,
+        hello.who.incarnation,
+        hello.source_incarnation,
+        len(own),
+        len(other),
+    )
+    return head + own + other
+
+
+def hello_tail_bytes(head: bytes) -> int:
+    """Return the bytes of the ids behind the fixed part of a hello. Raises WireError."""
+    magic, version, *_, own, other = _HELLO.unpack(head)
+    _check_magic(magic, version)
+    if not (0 < own <= MAX_ID_CHARS and 0 < other <= MAX_ID_CHARS):
+        raise WireError(f"ids of {own} and {other} bytes; expected 1 to {MAX_ID_CHARS}")
+    return int(own) + int(other)
+
+
+def unpack_hello(head: bytes, tail: bytes) -> Hello:
+    """Return the hello of its fixed part and its ids. Raises WireError."""
+    _, _, flags, image_bytes, image_format, host_key, incarnation, source_incarnation, own, _ = _HELLO.unpack(head)
+    if not 0 < image_bytes <= MAX_PEER_IMAGE_BYTES:
+        raise WireError(f"images of {image_bytes} bytes; expected 1 to {MAX_PEER_IMAGE_BYTES}")
+    who = PeerIdentity(_id(tail[:own]), incarnation, image_format, image_bytes)
+    return Hello(who, _id(tail[own:]), source_incarnation, host_key if flags & _TAKES_RINGS else NO_HOST)
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    return _WELCOME.pack(
+        _MAGIC, VERSION, welcome.refusal, welcome.image_bytes, welcome.image_format, welcome.incarnation
+    )
+
+
+def unpack_welcome(content: bytes) -> Welcome:
+    """Raises WireError."""
+    magic, version, refusal, image_bytes, image_format, incarnation = _WELCOME.unpack(content)
+    if magic != _MAGIC:
+        raise WireError("the answer to the hello is of another protocol")
+    # A source of another version refuses with a welcome of its own: its refusal counts before its version does.
+    if refusal == Refusal.NONE:
+        _check_magic(magic, version)
+    return Welcome(_refusal(refusal), incarnation, image_format, image_bytes)
+
+
+# ---------------------------------------------------------------- D -> S
+
+
+def pack_request(request: Request) -> bytes:
+    head = _HEAD.pack(ClientKind.REQUEST, 0, len(request.hashes), request.number)
+    return head + _REQUEST.pack(request.token, request.expires) + b"".join(request.hashes)
+
+
+def pack_taken(slot: int) -> bytes:
+    return _HEAD.pack(ClientKind.TAKEN, 0, 0, slot)
+
+
+def pack_ring_reply(reply: RingReply) -> bytes:
+    return _HEAD.pack(ClientKind.RING, int(reply.opened), 0, 0) + reply.nonce.ljust(NONCE_BYTES, b"\0")
+
+
+def client_body_bytes(head: bytes) -> int:
+    """Return the bytes behind the head of one of D's messages, at most MAX_PEER_REQUEST_BYTES. Raises WireError."""
+    kind, _, count, _ = _HEAD.unpack(head)
+    if kind == ClientKind.REQUEST:
+        if not 0 < count <= MAX_PEER_ITEMS:
+            raise WireError(f"a request for {count} blocks; expected 1 to {MAX_PEER_ITEMS}")
+        return _REQUEST.size + KEY_BYTES * int(count)
+    if kind == ClientKind.TAKEN:
+        return 0
+    if kind == ClientKind.RING:
+        return NONCE_BYTES
+    raise WireError(f"a message of kind {kind}")
+
+
+def unpack_client_message(head: bytes, body: bytes) -> Request | Taken | RingReply:
+    """Return one of D's messages; `body` has as many bytes as `client_body_bytes` said. Raises WireError."""
+    kind, opened, _, number = _HEAD.unpack(head)
+    if kind == ClientKind.TAKEN:
+        return Taken(number)
+    if kind == ClientKind.RING:
+        return RingReply(bool(opened), body)
+    token, expires = _REQUEST.unpack_from(body)
+    hashes = tuple(BlockHash(body[at : at + KEY_BYTES]) for at in range(_REQUEST.size, len(body), KEY_BYTES))
+    return Request(number, token, expires, hashes)
+
+
+# ---------------------------------------------------------------- S -> D
+
+
+def pack_item(item: Item) -> bytes:
+    return _ANSWER.pack(ServerKind.ITEM, item.end, item.item, item.request, item.length, item.slot, item.digest)
+
+
+def pack_refused(refused: Refused) -> bytes:
+    return _ANSWER.pack(ServerKind.REFUSED, refused.refusal, 0, refused.request, 0, 0, b"")
+
+
+def pack_ring_offer(offer: RingOffer) -> bytes:
+    return _ANSWER.pack(ServerKind.RING, 0, offer.slots, 0, offer.slot_bytes, 0, offer.name)
+
+
+def unpack_answer(content: bytes) -> Item | Refused | RingOffer:
+    """Return one of S's messages, without the image behind it. Raises WireError."""
+    kind, end, item, request, length, slot, digest = _ANSWER.unpack(content)
+    if kind == ServerKind.ITEM:
+        if end not in _ENDS:
+            raise WireError(f"an item with the end {end}")
+        if length > MAX_PEER_IMAGE_BYTES:
+            raise WireError(f"an image of {length} bytes; expected at most {MAX_PEER_IMAGE_BYTES}")
+        return Item(request, item, MoveEnd(end), length, digest, slot)
+    if kind == ServerKind.REFUSED:
+        return Refused(request, _refusal(end))
+    if kind == ServerKind.RING:
+        return RingOffer(item, length, digest)
+    raise WireError(f"an answer of kind {kind}")
+
+
+# ---------------------------------------------------------------- parts
+
+_ENDS: Final = frozenset(map(int, MoveEnd))
+_REFUSALS: Final = frozenset(map(int, Refusal))
+
+
+def _check_magic(magic: bytes, version: int) -> None:
+    if magic != _MAGIC:
+        raise WireError("the first message is of another protocol")
+    if version != VERSION:
+        raise OtherVersion(f"version {version} of the protocol; expected {VERSION}")
+
+
+def _id(content: bytes) -> str:
+    text = content.decode("ascii", errors="replace")
+    if not is_id(text):
+        raise WireError("an id is not printable ASCII")
+    return text
+
+
+def _refusal(number: int) -> Refusal:
+    if number not in _REFUSALS:
+        raise WireError(f"a refusal with the number {number}")
+    return Refusal(number)
