@@ -1,0 +1,497 @@
+"""The destination's end of a fetch: images of blocks come from other workers into this process's memory.
+
+A lane is a thread with one connection to one source. It works on one fetch after the other, and ends when it has had
+none for a while. A fetch is one request with one token. Each of its moves ends once, whatever the source does: it
+lands with an image whose checksum was verified here, or it has none and says why.
+
+    fetch -> lane -> connection -> verified image -> poll (the engine's thread)
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import xxhash
+
+from common.contracts.limits import MAX_PEER_ITEMS
+from common.contracts.moves import Move, MoveEnd
+from gpuworker.peers import wire
+from gpuworker.peers.carriers import InlineInlet, RingInlet, inlet_for
+from gpuworker.peers.channel import Channel, ChannelBroken, ChannelTimedOut, Pace, words_of
+from gpuworker.peers.wire import Hello, Item, PeerIdentity, Refused, Request, RingOffer, RingReply, WireError
+
+log = logging.getLogger(__name__)
+
+# So much must come within the patience of a fetch, or the rest of an image.
+_PROGRESS_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSource:
+    """Who serves a fetch, as the manager named it. The incarnation is the public one; `expires` in unix seconds.
+
+    The token allows the hashes of the fetch in the order of its moves.
+    """
+
+    worker_id: str
+    public_incarnation: bytes
+    address: str
+    token: bytes
+    expires: int
+
+
+class MovedImage(NamedTuple):
+    """A move that has ended, `seconds` after its order. With DONE it has the image, whose checksum was verified.
+
+    STALE: the source does not have the block any more. CORRUPT: its checksum differs from what the source said.
+    """
+
+    move: Move
+    image: bytearray | None
+    end: MoveEnd
+    seconds: float
+
+
+class ConnectsTls(Protocol):
+    """TLS of the client's end (`gpuworker/peers/tls.py`)."""
+
+    def connect(self, connected: socket.socket, seconds: float) -> tuple[socket.socket, Callable[[str], bool]]:
+        """Return the connection with TLS, and whether its certificate is that of a worker. Raises ChannelBroken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Bounds of a client. An unused connection closes after `idle_seconds`, before the source closes it.
+
+    A source that timed out is not asked for `shunned_seconds`. `landed_bytes` wait for `poll`; then lanes wait.
+    """
+
+    lanes: int = 64
+    idle_seconds: float = 60.0
+    shunned_seconds: float = 10.0
+    landed_bytes: int = 256 << 20
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One order, and what of it is still open: the position of each move that has not ended."""
+
+    source: PeerSource
+    moves: Sequence[Move]
+    patience: float
+    began: float
+    open: set[int]
+
+
+class PeerClient:
+    """Fetches blocks. All methods are for one thread, the engine's; `wake` is called on others."""
+
+    def __init__(
+        self,
+        identity: Callable[[], PeerIdentity],
+        wake: Callable[[], None],
+        tls: ConnectsTls | None = None,
+        insecure: bool = False,
+        host_key: bytes = b"",
+        bounds: ClientLimits | None = None,
+    ) -> None:
+        """`identity` says what this worker is at present. `wake` is called when something has landed; it never raises.
+
+        Without `tls` only sources on loopback are asked, unless `insecure` allows others. With a `host_key` images of
+        sources that have the same one may come by shared memory.
+        """
+        self._identity, self._wake, self._tls, self._insecure = identity, wake, tls, insecure
+        self._host_key, self._bounds = host_key or wire.NO_HOST, bounds or ClientLimits()
+        self._changed = threading.Condition()
+        self._landed: list[MovedImage] = []
+        self._landed_bytes = 0
+        self._images = Counter[str]()
+        self._lanes = dict[_LaneKey, _Lane]()
+        self._shunned = dict[_LaneKey, float]()
+        self._failing = set[_LaneKey]()
+        self._closed = False
+
+    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
+        """Fetch the blocks of these moves, at most MAX_PEER_ITEMS; each of them comes out of `poll` once.
+
+        What is still open when nothing has come for `patience` seconds has FAILED.
+        """
+        fetch = _Fetch(source, tuple(moves), patience, time.monotonic(), set(range(len(moves))))
+        key = _key_of(source)
+        with self._changed:
+            why = self._why_not(key, fetch)
+            if not why:
+                lane = self._lanes.get(key)
+                if lane is None:
+                    lane = self._lanes[key] = _Lane(self, key)
+                    lane.thread.start()
+                lane.fetches.put(fetch)
+        if why:
+            self.fail(fetch, why)
+
+    def poll(self) -> list[MovedImage]:
+        """Return the moves that have ended since the last call. Never raises."""
+        with self._changed:
+            found, self._landed, self._landed_bytes = self._landed, [], 0
+            self._changed.notify_all()
+        return found
+
+    def fetched(self) -> Counter[str]:
+        """Return the images that have come so far, by carrier."""
+        with self._changed:
+            return self._images.copy()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """End all lanes and wait for their threads for so long. Moves that are open have FAILED."""
+        with self._changed:
+            self._closed = True
+            lanes = list(self._lanes.values())
+            self._changed.notify_all()
+        for lane in lanes:
+            lane.stop()
+        until = time.monotonic() + seconds
+        for lane in lanes:
+            lane.thread.join(max(0.0, until - time.monotonic()))
+
+    def _why_not(self, key: _LaneKey, fetch: _Fetch) -> str:
+        now = time.monotonic()
+        self._shunned = {each: until for each, until in self._shunned.items() if until > now}
+        if self._closed:
+            return "the worker ends"
+        if key in self._shunned:
+            return f"it timed out less than {self._bounds.shunned_seconds:g} s ago"
+        if len(fetch.moves) > MAX_PEER_ITEMS:
+            return f"{len(fetch.moves)} blocks in one fetch; expected at most {MAX_PEER_ITEMS}"
+        if key not in self._lanes and len(self._lanes) >= self._bounds.lanes:
+            return f"{self._bounds.lanes} other sources are asked at present"
+        return ""
+
+    # ------------------------------------------------------------ what lanes ask
+
+    def land(self, fetch: _Fetch, item: int, end: MoveEnd, image: bytearray | None = None, carrier: str = "") -> None:
+        """Note how a move ended, and wait while too much waits for the engine."""
+        fetch.open.discard(item)
+        moved = MovedImage(fetch.moves[item], image, end, time.monotonic() - fetch.began)
+        size = 0 if image is None else len(image)
+        with self._changed:
+            if image is not None:
+                self._images[carrier] += 1
+            self._landed.append(moved)
+            self._landed_bytes += size
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._landed_bytes <= self._bounds.landed_bytes)
+
+    def fail(self, fetch: _Fetch, why: str) -> None:
+        """End what is open of a fetch; the log has the reason once, until a fetch from that source succeeds again."""
+        key = _key_of(fetch.source)
+        with self._changed:
+            said = key in self._failing
+            if len(self._failing) >= 4 * self._bounds.lanes:
+                self._failing.clear()
+            self._failing.add(key)
+        if not said and fetch.open:
+            log.warning(
+                "%d of %d blocks did not come from %s at %s: %s",
+                len(fetch.open),
+                len(fetch.moves),
+                fetch.source.worker_id,
+                fetch.source.address,
+                why,
+            )
+        for item in sorted(fetch.open):
+            self.land(fetch, item, MoveEnd.FAILED)
+
+    def note_success(self, key: _LaneKey) -> None:
+        with self._changed:
+            self._failing.discard(key)
+
+    def shun(self, key: _LaneKey) -> None:
+        """Ask a source no more for a while."""
+        with self._changed:
+            self._shunned[key] = time.monotonic() + self._bounds.shunned_seconds
+
+    def is_shunned(self, key: _LaneKey) -> bool:
+        with self._changed:
+            return self._shunned.get(key, 0.0) > time.monotonic()
+
+    def retire(self, lane: _Lane) -> bool:
+        """Let an unused lane go; return False when it has something to do after all."""
+        with self._changed:
+            if not lane.fetches.empty() and not self._closed:
+                return False
+            if self._lanes.get(lane.key) is lane:
+                del self._lanes[lane.key]
+            return True
+
+    def connect(self, source: PeerSource, patience: float) -> _Connection:
+        """Open a connection, and greet. Raises ChannelBroken and WireError."""
+        who = self._identity()
+        until = time.monotonic() + patience
+        connected = _open_socket(source.address, self._tls is not None or self._insecure, patience)
+        try:
+            is_worker: Callable[[str], bool] = lambda _: True  # noqa: E731
+            if self._tls is not None:
+                connected, is_worker = self._tls.connect(connected, max(0.001, until - time.monotonic()))
+            if not is_worker(source.worker_id):
+                raise ChannelBroken("its certificate is not that of this worker")
+            connection = _Connection(Channel(connected), who, self._host_key)
+            connection.greet(source, Pace(patience))
+        except BaseException:
+            with suppress(OSError):
+                connected.close()
+            raise
+        return connection
+
+    @property
+    def bounds(self) -> ClientLimits:
+        return self._bounds
+
+    def identity(self) -> PeerIdentity:
+        return self._identity()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+
+_LaneKey = tuple[str, bytes, str]
+
+
+def _key_of(source: PeerSource) -> _LaneKey:
+    return source.worker_id, source.public_incarnation, source.address
+
+
+class _Lane:
+    """A thread that fetches from one source, one fetch after the other."""
+
+    def __init__(self, client: PeerClient, key: _LaneKey) -> None:
+        self.key, self.fetches = key, queue.SimpleQueue[_Fetch | None]()
+        self._client = client
+        self._connection: _Connection | None = None
+        self.thread = threading.Thread(target=self._run, name=f"peer-fetch-{id(client):x}-{key[0]}", daemon=True)
+
+    def stop(self) -> None:
+        """End the lane: what it waits for breaks. For another thread."""
+        self.fetches.put(None)
+        connection = self._connection
+        if connection is not None:
+            connection.channel.break_off()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                fetch = self.fetches.get(timeout=self._client.bounds.idle_seconds)
+            except queue.Empty:
+                fetch = None
+            if fetch is not None:
+                self._work_on(fetch)
+            elif self._client.retire(self):
+                break
+        self._disconnect()
+        self._fail_rest()
+
+    def _fail_rest(self) -> None:
+        """End what came after the end."""
+        with suppress(queue.Empty):
+            while True:
+                if (fetch := self.fetches.get_nowait()) is not None:
+                    self._client.fail(fetch, "the worker ends")
+
+    def _work_on(self, fetch: _Fetch) -> None:
+        if self._client.closed:
+            self._client.fail(fetch, "the worker ends")
+            return
+        if self._client.is_shunned(self.key):
+            self._client.fail(fetch, "it timed out a moment ago")
+            return
+        try:
+            self._fetch(fetch)
+        except ChannelTimedOut as error:
+            self._client.shun(self.key)
+            self._give_up(fetch, str(error))
+        except (ChannelBroken, WireError) as error:
+            self._give_up(fetch, str(error))
+        else:
+            self._client.note_success(self.key)
+
+    def _give_up(self, fetch: _Fetch, why: str) -> None:
+        self._disconnect()
+        self._client.fail(fetch, why)
+
+    def _fetch(self, fetch: _Fetch) -> None:
+        """Fetch, by the open connection if the source still has it. Raises ChannelBroken and WireError."""
+        kept = self._connection
+        if kept is not None and kept.channel.is_idle() and kept.who == self._client.identity():
+            try:
+                kept.exchange(fetch, self._client)
+            except ChannelTimedOut:
+                raise
+            except ChannelBroken:
+                if len(fetch.open) < len(fetch.moves) or self._client.closed:
+                    raise
+                # The source closed it in that moment, and has answered nothing.
+            else:
+                return
+        self._disconnect()
+        self._connection = self._client.connect(fetch.source, fetch.patience)
+        if self._client.closed:  # `stop` came before there was a connection to break
+            raise ChannelBroken("the worker ends")
+        self._connection.exchange(fetch, self._client)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+class _Connection:
+    """A connection to a source that has been greeted, and its carriers."""
+
+    def __init__(self, channel: Channel, who: PeerIdentity, host_key: bytes) -> None:
+        self.channel, self.who = channel, who
+        self._host_key, self._requests = host_key, 0
+        self._inline = InlineInlet(channel)
+        self._ring: RingInlet | None = None
+        self._offered = False
+
+    def greet(self, source: PeerSource, pace: Pace) -> None:
+        """Say who this is, and check who answers. Raises ChannelBroken and WireError."""
+        hello = Hello(self.who, source.worker_id, source.public_incarnation, self._host_key)
+        self.channel.send(wire.pack_hello(hello), pace)
+        welcome = wire.unpack_welcome(bytes(self.channel.receive(wire.WELCOME_BYTES, pace)))
+        if welcome.refusal is not wire.Refusal.NONE:
+            raise WireError(f"refused: {welcome.refusal.words}")
+        if (welcome.image_format, welcome.image_bytes) != (self.who.image_format, self.who.image_bytes):
+            raise WireError(wire.Refusal.FORMAT.words)
+        if welcome.incarnation != source.public_incarnation:
+            raise WireError(wire.Refusal.INCARNATION.words)
+
+    def exchange(self, fetch: _Fetch, client: PeerClient) -> None:
+        """Ask for all blocks of a fetch, and land what comes. Raises ChannelBroken and WireError."""
+        self._requests += 1
+        source, hashes = fetch.source, tuple(move.hash for move in fetch.moves)
+        request = Request(self._requests, source.token, source.expires, hashes)
+        pace = Pace(fetch.patience, _PROGRESS_BYTES)
+        self.channel.send(wire.pack_request(request), pace)
+        while fetch.open:
+            answer = wire.unpack_answer(bytes(self.channel.receive(wire.ANSWER_BYTES, pace)))
+            if isinstance(answer, RingOffer):
+                self._take_ring(answer, pace)
+            elif answer.request != self._requests:
+                raise WireError("an answer to another request")
+            elif isinstance(answer, Refused):
+                raise WireError(f"refused: {answer.refusal.words}")
+            else:
+                self._land_item(fetch, answer, pace, client)
+
+    def _land_item(self, fetch: _Fetch, item: Item, pace: Pace, client: PeerClient) -> None:
+        if item.item not in fetch.open:
+            raise WireError("an item that was not asked for, or that was answered before")
+        if item.end is not MoveEnd.DONE:
+            if item.length:
+                raise WireError("an item with an image although it is not there")
+            client.land(fetch, item.item, item.end)
+            return
+        if item.length != self.who.image_bytes:
+            raise WireError(f"an image of {item.length} bytes; expected {self.who.image_bytes}")
+        image = bytearray(item.length)
+        inlet = inlet_for(item, self._inline, self._ring)
+        inlet.fetch_image(item, memoryview(image), pace)
+        if xxhash.xxh3_128_digest(image) != item.digest:
+            client.land(fetch, item.item, MoveEnd.CORRUPT)
+            raise WireError("the checksum of an image differs from what came")
+        client.land(fetch, item.item, MoveEnd.DONE, image, inlet.name)
+
+    def _take_ring(self, offer: RingOffer, pace: Pace) -> None:
+        """Open the ring that the source offers; where that is not possible, images come in the connection."""
+        if self._offered or self._host_key == wire.NO_HOST:
+            raise WireError("a ring that was not asked for")
+        self._offered = True
+        try:
+            self._ring = RingInlet(self.channel, offer)
+            reply = RingReply(opened=True, nonce=self._ring.nonce)
+        except OSError as error:
+            log.info("a ring in shared memory could not be opened, blocks come over TCP: %s", words_of(error))
+            reply = RingReply(opened=False, nonce=b"")
+        self.channel.send(wire.pack_ring_reply(reply), pace)
+
+    def close(self) -> None:
+        self.channel.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+def _open_socket(address: str, beyond: bool, seconds: float) -> socket.socket:
+    """Return a connection to HOST:PORT. Raises ChannelBroken, also for hosts beyond loopback unless they are allowed.
+
+    The time for a look-up of a name counts.
+    """
+    host, _, port = address.rpartition(":")
+    host, until = host.strip("[]"), time.monotonic() + seconds
+    places = _look_up(host, port, seconds)
+    error: OSError | None = None
+    for family, place in places:
+        if not (beyond or _is_loopback(str(place[0]))):
+            raise ChannelBroken("it is beyond loopback, and this worker has no TLS")
+        connected = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connected.settimeout(max(0.001, until - time.monotonic()))
+            connected.connect(place)
+        except OSError as failed:
+            error = failed
+            connected.close()
+        else:
+            return connected
+    if isinstance(error, TimeoutError):
+        raise ChannelTimedOut(f"no connection in {seconds:g} s")
+    raise ChannelBroken("the address has no place" if error is None else words_of(error))
+
+
+_Place = tuple[int, tuple[str | int, int | bytes]]
+
+
+def _look_up(host: str, port: str, seconds: float) -> list[_Place]:
+    """Return where a host is. A resolver that hangs costs `seconds`, and a thread until it is done."""
+    answers: queue.SimpleQueue[list[_Place] | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answers.put([(int(each[0]), (each[4][0], each[4][1])) for each in found])
+        except OSError as error:
+            answers.put(error)
+        except UnicodeError:
+            answers.put(OSError("the address is not a name"))
+
+    try:
+        if socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host):
+            ask()
+    except OSError:
+        threading.Thread(target=ask, name="peer-look-up", daemon=True).start()
+    try:
+        found = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise ChannelTimedOut(f"its name was not found in {seconds:g} s") from None
+    if isinstance(found, OSError):
+        raise ChannelBroken(f"its address cannot be used: {words_of(found)}")
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
