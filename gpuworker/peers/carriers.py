@@ -165,7 +165,7 @@ def lacks_room(ring: Ring, folder: Path = SHARED_MEMORY) -> str:
     free = found.f_bavail * found.f_frsize
     if free >= 2 * ring.room:
         return ""
-    return f"{folder} has {free >> 20} MiB free, and twice the {ring.room >> 20} MiB of a ring are needed"
+    return f"{folder} has {free / 2**20:.1f} MiB free, and twice the {ring.room / 2**20:.1f} MiB of a ring are needed"
 
 
 # ---------------------------------------------------------------- D

@@ -43,15 +43,15 @@ def test_every_block_lands_once_with_its_image() -> None:
         assert destination.fetched(server.port, hashes_of(40)) == [DONE] * 40
         assert destination.client.poll() == []
         assert destination.client.fetched() == {"tcp": 40}
-        served = server.served()
-        assert (served.images, served.bytes, served.stale) == ({"tcp": 40}, {"tcp": 40 * IMAGE_BYTES}, 0)
+        served = wait_until(server.served, lambda found: found.images["tcp"] == 40)
+        assert (served.bytes, served.stale) == ({"tcp": 40 * IMAGE_BYTES}, 0)
 
 
 def test_what_the_source_does_not_have_is_stale() -> None:
     wanted = hashes_of(2) + hashes_of(2, MISSING) + hashes_of(1)
     with serving() as server, Destination() as destination:
         assert destination.fetched(server.port, wanted) == [DONE, DONE, STALE, STALE, DONE]
-        assert server.served().stale == 2
+        wait_until(lambda: server.served().stale, lambda count: count == 2)
 
 
 def test_the_most_blocks_of_a_request_come_and_one_more_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,87 +4,28 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import xxhash
 
 from common.contracts.moves import MoveEnd
 from gpuworker.peers import wire
-from gpuworker.peers.channel import Channel, ChannelBroken, Pace
+from gpuworker.peers.channel import Channel
 from gpuworker.peers.client import ClientLimits
-from gpuworker.peers.wire import Item, Refusal, Refused, Request, RingOffer, Welcome
+from gpuworker.peers.wire import Refusal, Refused, Request, RingOffer
 from tests.support.gpuworker.peers import (
     IMAGE_BYTES,
-    PATIENCE,
-    SOURCE,
     Destination,
     ends_of,
     hashes_of,
     image_of,
     serving,
 )
+from tests.support.gpuworker.raw_peers import PACE, WELCOME, Lie, item_of, lying
 
 DONE, STALE, CORRUPT, FAILED = MoveEnd.DONE, MoveEnd.STALE, MoveEnd.CORRUPT, MoveEnd.FAILED
-PACE = Pace(PATIENCE)
-Lie = Callable[[Channel, Request], None]
-
-
-@dataclass
-class Liar:
-    """A source without a server: it says what a test says."""
-
-    lie: Lie
-    welcome: bytes
-    listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
-    released: threading.Event = field(default_factory=threading.Event)
-    requests: list[Request] = field(default_factory=list)
-
-    @property
-    def port(self) -> int:
-        return int(self.listener.getsockname()[1])
-
-    def run(self) -> None:
-        with suppress(OSError):
-            while True:
-                connected, _ = self.listener.accept()
-                threading.Thread(target=self.serve, args=(connected,), daemon=True).start()
-
-    def serve(self, connected: socket.socket) -> None:
-        channel = Channel(connected)
-        with connected, suppress(ChannelBroken):
-            head = bytes(channel.receive(wire.HELLO_BYTES, PACE))
-            channel.receive(wire.hello_tail_bytes(head), PACE)
-            channel.send(self.welcome, PACE)
-            while True:
-                head = bytes(channel.receive(wire.HEAD_BYTES, PACE))
-                request = wire.unpack_client_message(head, bytes(channel.receive(wire.client_body_bytes(head), PACE)))
-                if isinstance(request, Request):
-                    self.requests.append(request)
-                    self.lie(channel, request)
-
-
-WELCOME = Welcome(Refusal.NONE, SOURCE.incarnation, SOURCE.image_format, SOURCE.image_bytes)
-
-
-@contextmanager
-def lying(lie: Lie, welcome: bytes | None = None) -> Iterator[Liar]:
-    liar = Liar(lie, wire.pack_welcome(WELCOME) if welcome is None else welcome)
-    threading.Thread(target=liar.run, daemon=True).start()
-    try:
-        yield liar
-    finally:
-        liar.released.set()
-        liar.listener.close()
-
-
-def item_of(request: Request, item: int, /, **changed: object) -> bytes:
-    """Return a right answer, or one with other fields."""
-    image = image_of(request.hashes[item])
-    right = Item(request.number, item, DONE, len(image), xxhash.xxh3_128_digest(image))
-    return wire.pack_item(replace(right, **changed)) + image  # type: ignore[arg-type]
 
 
 def first_two(channel: Channel, request: Request) -> None:

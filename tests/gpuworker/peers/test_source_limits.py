@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,17 +12,15 @@ from dataclasses import replace
 import pytest
 
 from common.contracts.moves import MoveEnd
-from common.contracts.transfer_tokens import TokenScope, make_token
 from gpuworker.peers import wire
-from gpuworker.peers.channel import Channel, ChannelBroken, Pace
+from gpuworker.peers.channel import Channel, ChannelBroken
 from gpuworker.peers.server import PeerServer, ServerLimits
-from gpuworker.peers.wire import Hello, PeerIdentity, Refusal, Request
+from gpuworker.peers.wire import Hello, PeerIdentity, Refusal
 from tests.support.gpuworker.peers import (
     DESTINATION,
     HELD,
     IMAGE_BYTES,
     PATIENCE,
-    SERVE_KEY,
     SOURCE,
     Destination,
     Holding,
@@ -31,43 +28,10 @@ from tests.support.gpuworker.peers import (
     image_of,
     serving,
 )
+from tests.support.gpuworker.raw_peers import HELLO, PACE, calling, ended, refusal_of, request_of
 from tests.support.waiting import wait_until
 
 DONE, FAILED = MoveEnd.DONE, MoveEnd.FAILED
-PACE = Pace(PATIENCE)
-HELLO = wire.pack_hello(Hello(DESTINATION, SOURCE.worker_id, SOURCE.incarnation))
-
-
-def request_of(count: int, who: PeerIdentity = DESTINATION, mark: bytes = b"") -> bytes:
-    hashes, expires = hashes_of(count, mark), int(time.time()) + 600
-    scope = TokenScope(who.worker_id, who.incarnation, SOURCE.incarnation, expires, hashes)
-    return wire.pack_request(Request(1, make_token(SERVE_KEY, scope), expires, hashes))
-
-
-@contextmanager
-def calling(server: PeerServer, content: bytes = b"") -> Iterator[Channel]:
-    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connected:
-        channel = Channel(connected)
-        channel.send(content, PACE)
-        yield channel
-
-
-def ended(channel: Channel) -> bytes:
-    """Return what the source sends until it closes the connection. Fails if it does not."""
-    found = bytearray()
-
-    def read_all() -> None:
-        nonlocal found
-        while True:
-            found += channel.receive(1, PACE)
-
-    with pytest.raises(ChannelBroken, match=r"closed|reset"):
-        read_all()
-    return bytes(found)
-
-
-def refusal_of(content: bytes) -> Refusal:
-    return wire.unpack_welcome(content[: wire.WELCOME_BYTES]).refusal
 
 
 @pytest.mark.parametrize(
