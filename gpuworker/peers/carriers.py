@@ -75,7 +75,7 @@ class InlineOutlet:
         self._channel, self._pace = channel, pace
 
     def send_image(self, item: Item, image: memoryview) -> None:
-        self._channel.send(pack_item(item), self._pace)
+        self._channel.send(pack_item(item), self._pace, more=True)
         self._channel.send(image, self._pace)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-# A socket takes what is free in its buffer; small answers leave at once.
+# Small messages leave at once.
 _NO_DELAY: Final = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+# Of Linux: a head leaves with what follows it, and wakes the other end once.
+_MORE: Final = getattr(socket, "MSG_MORE", 0)
+_RECEIVE, _SEND = socket.SO_RCVTIMEO, socket.SO_SNDTIMEO
 
 
 class ChannelBroken(Exception):
@@ -53,18 +57,22 @@ class _Clock:
         """Return the seconds that are left. Raises ChannelTimedOut when none are."""
         left = self._until - time.monotonic()
         if left <= 0.0:
-            raise self.late()
+            raise ChannelTimedOut(f"nothing, or too little, passed in {self._pace.seconds:g} s")
         return left
-
-    def late(self) -> ChannelTimedOut:
-        return ChannelTimedOut(f"nothing, or too little, passed in {self._pace.seconds:g} s")
 
 
 class Channel:
-    """A connected socket, with or without TLS. All but `break_off` is for one thread."""
+    """A connected socket, with or without TLS. All but `break_off` is for one thread.
+
+    Without TLS the socket blocks, and the kernel bounds each call (SO_RCVTIMEO, SO_SNDTIMEO): an image is then one
+    call. Python's own time-outs need three calls for each part of it.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self._socket, self._secure = connected, isinstance(connected, ssl.SSLSocket)
+        self._timeouts = {_RECEIVE: 0.0, _SEND: 0.0}
+        if not self._secure:
+            connected.settimeout(None)
         with suppress(OSError):  # a pair of local sockets has no such option
             connected.setsockopt(*_NO_DELAY)
 
@@ -77,13 +85,13 @@ class Channel:
     def receive_into(self, target: memoryview, pace: Pace) -> None:
         """Fill the target. Raises ChannelBroken."""
         clock, at, size = _Clock(pace), 0, len(target)
+        flags = 0 if self._secure else socket.MSG_WAITALL
         while at < size:
-            left = clock.left()
+            self._bound(_RECEIVE, clock.left())
             try:
-                self._socket.settimeout(left)
-                passed = self._socket.recv_into(target[at:])
-            except TimeoutError:
-                raise clock.late() from None
+                passed = self._socket.recv_into(target[at:], 0, flags)
+            except (TimeoutError, BlockingIOError):
+                continue  # the clock says whether it is over
             except OSError as error:
                 raise ChannelBroken(words_of(error)) from None
             if not passed:
@@ -92,20 +100,37 @@ class Channel:
             at += passed
             clock.count(passed)
 
-    def send(self, content: bytes | memoryview, pace: Pace) -> None:
-        """Write all of the content. Raises ChannelBroken."""
+    def send(self, content: bytes | memoryview, pace: Pace, more: bool = False) -> None:
+        """Write all of the content; with `more` it may wait for what is sent next. Raises ChannelBroken."""
         clock, rest = _Clock(pace), memoryview(content)
+        flags = _MORE if more and not self._secure else 0
         while rest:
-            left = clock.left()
+            self._bound(_SEND, clock.left())
             try:
-                self._socket.settimeout(left)
-                passed = self._socket.send(rest)
-            except TimeoutError:
-                raise clock.late() from None
+                passed = self._socket.send(rest, flags)
+            except (TimeoutError, BlockingIOError):
+                continue
             except OSError as error:
                 raise ChannelBroken(words_of(error)) from None
             rest = rest[passed:]
             clock.count(passed)
+
+    def _bound(self, direction: int, left: float) -> None:
+        """Let the next call end after about so many seconds. Raises ChannelBroken."""
+        if 0.9 * self._timeouts[direction] <= left <= 1.1 * self._timeouts[direction]:
+            return
+        try:
+            if self._secure:
+                self._socket.settimeout(left)
+                self._timeouts = dict.fromkeys(self._timeouts, left)
+            else:
+                micros = max(1000, int(left * 1e6))
+                self._socket.setsockopt(
+                    socket.SOL_SOCKET, direction, struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
+                )
+                self._timeouts[direction] = left
+        except OSError as error:
+            raise ChannelBroken(words_of(error)) from None
 
     def is_idle(self) -> bool:
         """Return whether the other end has neither sent anything that was not read nor closed the connection."""
