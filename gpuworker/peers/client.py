@@ -1,10 +1,10 @@
 """The destination's end of a fetch: images of blocks come from other workers into this process's memory.
 
-A lane is a thread with one connection to one source. It works on one fetch after the other, and ends when it has had
+A fetcher is a thread with one connection to one source. It works on one fetch after the other, and ends when it has had
 none for a while. A fetch is one request with one token. Each of its moves ends once, whatever the source does: it
 lands with an image whose checksum was verified here, or it has none and says why.
 
-    fetch -> lane -> connection -> verified image -> poll (the engine's thread)
+    fetch -> fetcher -> connection -> verified image -> poll (the engine's thread)
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class ConnectsTls(Protocol):
 class ClientLimits:
     """Bounds of a client. An unused connection closes after `idle_seconds`, before the source closes it.
 
-    A source that timed out is not asked for `shunned_seconds`. `landed_bytes` wait for `poll`; then lanes wait.
+    A source that timed out is not asked for `shunned_seconds`. `landed_bytes` wait for `poll`; then fetchers wait.
     """
 
-    lanes: int = 64
+    sources: int = 64
     idle_seconds: float = 60.0
     shunned_seconds: float = 10.0
     landed_bytes: int = 256 << 20
@@ -116,9 +116,9 @@ class PeerClient:
         self._landed: list[MovedImage] = []
         self._landed_bytes = 0
         self._images = Counter[str]()
-        self._lanes = dict[_LaneKey, _Lane]()
-        self._shunned = dict[_LaneKey, float]()
-        self._failing = set[_LaneKey]()
+        self._fetchers = dict[_SourceKey, _Fetcher]()
+        self._shunned = dict[_SourceKey, float]()
+        self._failing = set[_SourceKey]()
         self._closed = False
 
     def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
@@ -131,11 +131,7 @@ class PeerClient:
         with self._changed:
             why = self._why_not(key, fetch)
             if not why:
-                lane = self._lanes.get(key)
-                if lane is None:
-                    lane = self._lanes[key] = _Lane(self, key)
-                    lane.thread.start()
-                lane.fetches.put(fetch)
+                why = self._hand_over(key, fetch)
         if why:
             self.fail(fetch, why)
 
@@ -152,18 +148,31 @@ class PeerClient:
             return self._images.copy()
 
     def close(self, seconds: float = 5.0) -> None:
-        """End all lanes and wait for their threads for so long. Moves that are open have FAILED."""
+        """End all fetchers and wait for their threads for so long. Moves that are open have FAILED."""
         with self._changed:
             self._closed = True
-            lanes = list(self._lanes.values())
+            fetchers = list(self._fetchers.values())
             self._changed.notify_all()
-        for lane in lanes:
-            lane.stop()
+        for fetcher in fetchers:
+            fetcher.stop()
         until = time.monotonic() + seconds
-        for lane in lanes:
-            lane.thread.join(max(0.0, until - time.monotonic()))
+        for fetcher in fetchers:
+            fetcher.thread.join(max(0.0, until - time.monotonic()))
 
-    def _why_not(self, key: _LaneKey, fetch: _Fetch) -> str:
+    def _hand_over(self, key: _SourceKey, fetch: _Fetch) -> str:
+        """Give a fetch to the thread of its source; return why there is none, "" when there is."""
+        fetcher = self._fetchers.get(key)
+        if fetcher is None:
+            fetcher = _Fetcher(self, key)
+            try:
+                fetcher.thread.start()
+            except RuntimeError as error:
+                return str(error)
+            self._fetchers[key] = fetcher
+        fetcher.fetches.put(fetch)
+        return ""
+
+    def _why_not(self, key: _SourceKey, fetch: _Fetch) -> str:
         now = time.monotonic()
         self._shunned = {each: until for each, until in self._shunned.items() if until > now}
         if self._closed:
@@ -172,14 +181,14 @@ class PeerClient:
             return f"it timed out less than {self._bounds.shunned_seconds:g} s ago"
         if len(fetch.moves) > MAX_PEER_ITEMS:
             return f"{len(fetch.moves)} blocks in one fetch; expected at most {MAX_PEER_ITEMS}"
-        if key not in self._lanes and len(self._lanes) >= self._bounds.lanes:
-            return f"{self._bounds.lanes} other sources are asked at present"
+        if key not in self._fetchers and len(self._fetchers) >= self._bounds.sources:
+            return f"{self._bounds.sources} other sources are asked at present"
         return ""
 
-    # ------------------------------------------------------------ what lanes ask
+    # ------------------------------------------------------------ what fetchers ask
 
     def land(self, fetch: _Fetch, item: int, end: MoveEnd, image: bytearray | None = None, carrier: str = "") -> None:
-        """Note how a move ended, and wait while too much waits for the engine."""
+        """Note how a move ended."""
         fetch.open.discard(item)
         moved = MovedImage(fetch.moves[item], image, end, time.monotonic() - fetch.began)
         size = 0 if image is None else len(image)
@@ -189,6 +198,9 @@ class PeerClient:
             self._landed.append(moved)
             self._landed_bytes += size
         self._wake()
+
+    def await_room(self) -> None:
+        """Wait while too much waits for the engine; never on its own thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._landed_bytes <= self._bounds.landed_bytes)
 
@@ -197,7 +209,7 @@ class PeerClient:
         key = _key_of(fetch.source)
         with self._changed:
             said = key in self._failing
-            if len(self._failing) >= 4 * self._bounds.lanes:
+            if len(self._failing) >= 4 * self._bounds.sources:
                 self._failing.clear()
             self._failing.add(key)
         if not said and fetch.open:
@@ -212,26 +224,26 @@ class PeerClient:
         for item in sorted(fetch.open):
             self.land(fetch, item, MoveEnd.FAILED)
 
-    def note_success(self, key: _LaneKey) -> None:
+    def note_success(self, key: _SourceKey) -> None:
         with self._changed:
             self._failing.discard(key)
 
-    def shun(self, key: _LaneKey) -> None:
+    def shun(self, key: _SourceKey) -> None:
         """Ask a source no more for a while."""
         with self._changed:
             self._shunned[key] = time.monotonic() + self._bounds.shunned_seconds
 
-    def is_shunned(self, key: _LaneKey) -> bool:
+    def is_shunned(self, key: _SourceKey) -> bool:
         with self._changed:
             return self._shunned.get(key, 0.0) > time.monotonic()
 
-    def retire(self, lane: _Lane) -> bool:
-        """Let an unused lane go; return False when it has something to do after all."""
+    def retire(self, fetcher: _Fetcher) -> bool:
+        """Let an unused fetcher go; return False when it has something to do after all."""
         with self._changed:
-            if not lane.fetches.empty() and not self._closed:
+            if not fetcher.fetches.empty() and not self._closed:
                 return False
-            if self._lanes.get(lane.key) is lane:
-                del self._lanes[lane.key]
+            if self._fetchers.get(fetcher.key) is fetcher:
+                del self._fetchers[fetcher.key]
             return True
 
     def connect(self, source: PeerSource, patience: float) -> _Connection:
@@ -265,24 +277,24 @@ class PeerClient:
         return self._closed
 
 
-_LaneKey = tuple[str, bytes, str]
+_SourceKey = tuple[str, bytes, str]
 
 
-def _key_of(source: PeerSource) -> _LaneKey:
+def _key_of(source: PeerSource) -> _SourceKey:
     return source.worker_id, source.public_incarnation, source.address
 
 
-class _Lane:
+class _Fetcher:
     """A thread that fetches from one source, one fetch after the other."""
 
-    def __init__(self, client: PeerClient, key: _LaneKey) -> None:
+    def __init__(self, client: PeerClient, key: _SourceKey) -> None:
         self.key, self.fetches = key, queue.SimpleQueue[_Fetch | None]()
         self._client = client
         self._connection: _Connection | None = None
         self.thread = threading.Thread(target=self._run, name=f"peer-fetch-{id(client):x}-{key[0]}", daemon=True)
 
     def stop(self) -> None:
-        """End the lane: what it waits for breaks. For another thread."""
+        """End the fetcher: what it waits for breaks. For another thread."""
         self.fetches.put(None)
         connection = self._connection
         if connection is not None:
@@ -322,6 +334,9 @@ class _Lane:
             self._give_up(fetch, str(error))
         except (ChannelBroken, WireError) as error:
             self._give_up(fetch, str(error))
+        except BaseException:  # each move ends, whatever the error is: memory may be short
+            log.critical("a fetch from %s failed", fetch.source.worker_id, exc_info=True)
+            self._give_up(fetch, "an error of this worker")
         else:
             self._client.note_success(self.key)
 
@@ -405,6 +420,7 @@ class _Connection:
             return
         if item.length != self.who.image_bytes:
             raise WireError(f"an image of {item.length} bytes; expected {self.who.image_bytes}")
+        client.await_room()
         image = bytearray(item.length)
         inlet = inlet_for(item, self._inline, self._ring)
         inlet.fetch_image(item, memoryview(image), pace)

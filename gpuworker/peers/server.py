@@ -203,6 +203,8 @@ class PeerServer:
         except ChannelBroken as error:
             if session.worker is not None:
                 self._say("broken", f"the connection of {session.worker} ended: {error}")
+        except BaseException:  # no connection ends the others, whatever the error is: memory may be short
+            log.critical("a connection of %s ended", session.worker or address, exc_info=True)
         finally:
             session.end()
             self._leave(threading.current_thread(), address, session.worker, session.socket or connected)

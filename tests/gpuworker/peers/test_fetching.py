@@ -17,6 +17,7 @@ from common.contracts.errors import InvalidConfig
 from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
 from common.contracts.types import BlockHash
+from gpuworker.peers import client
 from gpuworker.peers.client import ClientLimits
 from gpuworker.peers.server import Deliver, PeerServer, ServerLimits, listen
 from gpuworker.peers.wire import PeerIdentity
@@ -279,13 +280,51 @@ def test_images_that_nobody_takes_are_bounded() -> None:
     bounds = ClientLimits(landed_bytes=3 * IMAGE_BYTES)
     with serving() as server, Destination(bounds=bounds) as destination:
         destination.fetch(server.port, hashes_of(40))
-        wait_until(lambda: "wait_for" in functions_of("peer-fetch-"))
+        wait_until(lambda: "await_room" in functions_of("peer-fetch-"))
         assert destination.client.fetched() == {"tcp": 4}
-        assert [moved.end for moved in destination.landed(40)] == [DONE] * 40
+        # What fails at once fails without a wait: this thread is the one that takes images.
+        destination.fetch(server.port, hashes_of(513))
+        assert len(destination.landed(40 + 513)) == 40 + 513
+        assert destination.client.fetched() == {"tcp": 40}
 
 
 def test_sources_beyond_the_bound_are_not_asked(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as one, serving() as other, Destination(bounds=ClientLimits(lanes=1)) as destination:
+    with serving() as one, serving() as other, Destination(bounds=ClientLimits(sources=1)) as destination:
         assert destination.fetched(one.port, hashes_of(1)) == [DONE]
         assert destination.fetched(other.port, hashes_of(1)) == [FAILED]
     assert "1 other sources are asked at present" in caplog.text
+
+
+def test_whatever_fails_here_each_move_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with serving() as server, Destination() as destination:
+        monkeypatch.setattr(client, "inlet_for", no_memory)
+        assert destination.fetched(server.port, hashes_of(3)) == [FAILED] * 3
+        monkeypatch.undo()
+        assert destination.fetched(server.port, hashes_of(3)) == [DONE] * 3
+    assert "a fetch from worker-s failed" in caplog.text
+
+
+def test_an_engine_that_raises_ends_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
+        if hashes[0].startswith(MISSING):
+            raise ValueError("a mistake of the engine")
+        answer_images(hashes, deliver)
+
+    with serving(take_images) as server, Destination() as destination:
+        assert destination.fetched(server.port, hashes_of(3, MISSING)) == [FAILED] * 3
+        assert destination.fetched(server.port, hashes_of(3)) == [DONE] * 3
+    assert "a mistake of the engine" in caplog.text
+
+
+def test_without_a_thread_the_moves_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving() as server, Destination() as destination:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            assert destination.fetched(server.port, hashes_of(3)) == [FAILED] * 3
+        assert destination.fetched(server.port, hashes_of(3)) == [DONE] * 3
