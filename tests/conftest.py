@@ -68,7 +68,8 @@ _NEEDS = {
         bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py cli/suite/test_ports.py
         cli/suite/test_worker_cpus.py cli/test_bench.py cli/test_chat.py cli/test_commands.py cli/test_doctor.py
         cli/test_folders.py cli/test_screens.py cli/test_text_options.py cli/watch/test_terminal.py
-        common/process/test_debug.py gpuworker/test_process.py kvmanager/group/test_member.py
+        common/process/test_debug.py gpuworker/peers/test_source_processes.py gpuworker/test_process.py
+        kvmanager/group/test_member.py
         kvmanager/group/test_options.py kvmanager/group/test_owner_names.py kvmanager/group/test_processes.py
         kvmanager/group/test_readiness.py kvmanager/group/test_shards.py kvmanager/group/test_watchers.py
         kvmanager/test_process.py router/answers/constraints/test_checker.py router/test_privacy.py

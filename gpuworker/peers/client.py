@@ -126,6 +126,8 @@ class PeerClient:
 
         What is still open when nothing has come for `patience` seconds has FAILED.
         """
+        if not moves:
+            return
         fetch = _Fetch(source, tuple(moves), patience, time.monotonic(), set(range(len(moves))))
         key = _key_of(source)
         with self._changed:
@@ -284,6 +286,10 @@ def _key_of(source: PeerSource) -> _SourceKey:
     return source.worker_id, source.public_incarnation, source.address
 
 
+class _RefusedError(WireError):
+    """The source answers nothing of a request, and would not on another connection."""
+
+
 class _Fetcher:
     """A thread that fetches from one source, one fetch after the other."""
 
@@ -350,12 +356,12 @@ class _Fetcher:
         if kept is not None and kept.channel.is_idle() and kept.who == self._client.identity():
             try:
                 kept.exchange(fetch, self._client)
-            except ChannelTimedOut:
+            except (ChannelTimedOut, _RefusedError):
                 raise
-            except ChannelBroken:
+            except (ChannelBroken, WireError):
                 if len(fetch.open) < len(fetch.moves) or self._client.closed:
                     raise
-                # The source closed it in that moment, and has answered nothing.
+                # The source closed it in that moment, or what came belongs to an earlier fetch.
             else:
                 return
         self._disconnect()
@@ -406,7 +412,7 @@ class _Connection:
             elif answer.request != self._requests:
                 raise WireError("an answer to another request")
             elif isinstance(answer, Refused):
-                raise WireError(f"refused: {answer.refusal.words}")
+                raise _RefusedError(f"refused: {answer.refusal.words}")
             else:
                 self._land_item(fetch, answer, pace, client)
 

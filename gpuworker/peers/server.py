@@ -42,7 +42,7 @@ from gpuworker.peers.carriers import (
     RingOutlet,
     lacks_room,
 )
-from gpuworker.peers.channel import Channel, ChannelBroken, ChannelEnded, Pace, words_of
+from gpuworker.peers.channel import Channel, ChannelBroken, ChannelEnded, ChannelTimedOut, Pace, words_of
 from gpuworker.peers.wire import Hello, PeerIdentity, Refusal, Request, RingReply, Taken, WireError
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,11 @@ class PeerServer:
                 self._say("accept", f"no connection could be taken: {words_of(error)}")
                 self._closing.wait(0.1)  # no descriptors are left, as a rule: others end meanwhile
                 continue
-            self._let_in(connected, str(address[0]))
+            try:
+                self._let_in(connected, str(address[0]))
+            except BaseException:  # others are let in later: memory may be short
+                log.critical("a connection could not be taken", exc_info=True)
+                connected.close()
 
     def _let_in(self, connected: socket.socket, address: str) -> None:
         if not self._doors.admit_stranger(address):
@@ -312,6 +316,7 @@ class _Session:
         self._until = time.monotonic() + self._bounds.hello_seconds
         self._message = Pace(self._bounds.message_seconds)
         self._sending = Pace(self._bounds.send_seconds, self._bounds.send_bytes)
+        self._sent, self._spent = 0, 0.0
         self._ring: Ring | None = None
         self._ring_outlet: RingOutlet | None = None
         self.worker: str | None = None
@@ -409,13 +414,23 @@ class _Session:
             content = None if image is None else memoryview(image).cast("B")
             if content is not None and len(content) == size:
                 digest = xxhash.xxh3_128_digest(content)
+                began = time.monotonic()
                 outlet.send_image(wire.Item(request.number, item, MoveEnd.DONE, size, digest), content)
+                self._pay(size, time.monotonic() - began)
                 sent += 1
                 continue
             end = MoveEnd.STALE if content is None else MoveEnd.FAILED
             self._channel.send(wire.pack_item(wire.Item(request.number, item, end)), self._sending)
             stale += 1
         self._server.count_images(outlet.name, sent, stale)
+
+    def _pay(self, size: int, seconds: float) -> None:
+        """Bound the time of many images as that of one is. Raises ChannelTimedOut for a worker that reads slowly."""
+        self._sent, self._spent = self._sent + size, self._spent + seconds
+        if self._sent >= self._bounds.send_bytes:
+            self._sent, self._spent = 0, 0.0
+        elif self._spent > self._bounds.send_seconds:
+            raise ChannelTimedOut(f"it read {self._sent} bytes in {self._spent:.1f} s")
 
     # ------------------------------------------------------------ shared memory
 

@@ -55,6 +55,13 @@ def test_what_the_source_does_not_have_is_stale() -> None:
         wait_until(lambda: server.served().stale, lambda count: count == 2)
 
 
+def test_a_fetch_of_nothing_asks_nobody() -> None:
+    with Destination() as destination:
+        destination.fetch(1, ())
+        assert destination.client._fetchers == {}
+        assert destination.client.poll() == []
+
+
 def test_the_most_blocks_of_a_request_come_and_one_more_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server, Destination() as destination:
         assert destination.fetched(server.port, hashes_of(512)) == [DONE] * 512
@@ -328,3 +335,13 @@ def test_without_a_thread_the_moves_fail(monkeypatch: pytest.MonkeyPatch) -> Non
             patched.setattr(threading.Thread, "start", no_thread)
             assert destination.fetched(server.port, hashes_of(3)) == [FAILED] * 3
         assert destination.fetched(server.port, hashes_of(3)) == [DONE] * 3
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost", "127.0.0.1"])
+def test_a_port_is_found_under_each_way_to_write_its_host(host: str) -> None:
+    server = PeerServer(listen(host, 0, secure=False), lambda: SOURCE, answer_images, lambda: [SERVE_KEY])
+    shown = f"[{host}]" if host == "::1" else host
+    with Destination() as destination:
+        found = destination.fetched(server.port, hashes_of(2), address=f"{shown}:{server.port}")
+    server.close()
+    assert found == [DONE, DONE]

@@ -126,10 +126,14 @@ def test_a_source_that_is_another_gets_no_request(
     assert reason in caplog.text
 
 
-def test_items_that_nobody_asked_for_cost_the_connection_and_no_later_fetch() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["with the last answer", "after the next request"])
+def test_items_that_nobody_asked_for_cost_the_connection_and_no_later_fetch(late: bool) -> None:
     def lie(channel: Channel, request: Request) -> None:
+        if late and request.number > 1:
+            channel.send(item_of(request, 0, request=request.number - 1), PACE)
         first_two(channel, request)
-        channel.send(item_of(request, 0), PACE)
+        if not late:
+            channel.send(item_of(request, 0), PACE)
 
     with lying(lie) as liar, Destination() as destination:
         for _ in range(3):

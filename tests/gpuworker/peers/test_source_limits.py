@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -48,6 +49,7 @@ DONE, FAILED = MoveEnd.DONE, MoveEnd.FAILED
         HELLO + request_of(1) + wire.pack_taken(0),
         HELLO + HELLO,
     ],
+    ids=range(10),
 )
 def test_garbage_ends_its_connection_and_no_other(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server, Destination() as destination:
@@ -78,7 +80,7 @@ def test_noise_of_any_kind_leaves_no_connection() -> None:
         wait_until(server.connections, lambda found: found == (1, 0))
 
 
-@pytest.mark.parametrize("content", [b"", HELLO[:50], HELLO, HELLO + b"\1", HELLO + request_of(2)[:60]])
+@pytest.mark.parametrize("content", [b"", HELLO[:50], HELLO, HELLO + b"\1", HELLO + request_of(2)[:60]], ids=range(5))
 def test_a_stranger_that_says_too_little_is_put_out(content: bytes) -> None:
     with serving(bounds=ServerLimits(hello_seconds=0.05)) as server, calling(server, content) as channel:
         ended(channel)
@@ -98,7 +100,7 @@ def test_a_stranger_that_says_a_byte_at_a_time_is_put_out() -> None:
         assert server.served().refused["malformed"] == 0
 
 
-@pytest.mark.parametrize("rest", [b"\1", request_of(2)[:-1]])
+@pytest.mark.parametrize("rest", [b"\1", request_of(2)[:-1]], ids=["head", "body"])
 def test_a_worker_that_does_not_end_a_message_is_put_out(rest: bytes) -> None:
     bounds = ServerLimits(message_seconds=0.05)
     with serving(bounds=bounds) as server, calling(server, HELLO + request_of(1)) as channel:
@@ -167,6 +169,21 @@ def test_who_reads_nothing_holds_bounded_memory_and_is_put_out() -> None:
         wait_until(lambda: taken[0] and server.connections(), lambda found: found == (0, 0))
         # What fits the buffers of two sockets was asked for besides.
         assert taken[0] < 64
+
+
+def test_who_reads_a_little_at_a_time_is_put_out(caplog: pytest.LogCaptureFixture) -> None:
+    def take_images(hashes: object, deliver: object) -> None:
+        deliver([bytes(LARGE) for _ in hashes])  # type: ignore[operator, attr-defined]
+
+    # Each of 512 images comes within its time, and all of them together do not.
+    bounds = ServerLimits(send_seconds=0.5, send_bytes=1 << 40)
+    with serving(take_images, LARGE_SOURCE, bounds) as server, not_reading(server, LARGE_DESTINATION) as connected:
+        wait_until(server.connections, lambda found: found == (1, 0))
+        while server.connections() != (0, 0):
+            connected.recv(64 << 10)
+            time.sleep(0.005)
+        assert server.served().images["tcp"] < 512
+    assert "the connection of worker-d ended" in caplog.text
 
 
 def test_who_reads_nothing_holds_up_no_other_worker() -> None:
