@@ -143,6 +143,15 @@ class EngineSettings(Settings):
     disk_cache_size: Bytes | None = Field(
         None, description="size of each worker's part of --disk-cache, such as 100GiB; unset: 16 GiB"
     )
+    data_port: Port | None = Field(
+        None,
+        description="port at which other workers fetch cached blocks from this one, and it from theirs; 0 takes a free "
+        "one. Blocks come by way of host memory, so it needs --host-memory; unset: none are fetched",
+    )
+    data_address: Address | None = Field(
+        None,
+        description="HOST:PORT at which other workers reach --data-port; unset: the host of --advertise and the port",
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
@@ -204,6 +213,11 @@ class EngineSettings(Settings):
             what = "keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them"
             yield FieldViolation("--host-memory", what)
         yield from self._disk_problems()
+        if self.data_port is not None and self.host_memory is None:
+            what = "is for blocks that come by way of host memory, and there is none; add --host-memory 1GiB"
+            yield FieldViolation("--data-port", what)
+        if self.data_address is not None and self.data_port is None:
+            yield FieldViolation("--data-address", "is where others reach --data-port, and there is none; add it")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if sequences is not None and tokens < sequences:
             what = f"is {tokens}, and a step has up to {sequences} sequences with a token each"

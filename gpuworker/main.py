@@ -10,8 +10,9 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -19,7 +20,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from common.addresses.host_port import joined_address
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.clock import SystemClock, until_tick
-from common.contracts.lease import AttachRejected, LeaseChannel
+from common.contracts.lease import Attach, AttachRejected, LeaseChannel, public_incarnation
 from common.cpu_list import cpus_of
 from common.process.advertise import reachable_address
 from common.process.cores import bind
@@ -36,6 +37,7 @@ from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.engine import Engine
+from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.engine.lease_client import LeaseClient
 from gpuworker.engine.ports import EngineLoad
 from gpuworker.engine.transfers import Transfers
@@ -50,6 +52,10 @@ from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
+
+if TYPE_CHECKING:
+    from gpuworker.peers.wire import PeerIdentity
+    from gpuworker.plane.data_port import DataPort
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +101,7 @@ class Worker:
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
         self._address, self._port = "", 0
+        self._data_port: DataPort | None = None
 
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
@@ -167,17 +174,15 @@ class Worker:
 
     async def _serve(self, plane: DataPlane, port: int) -> None:
         worker_id = self.settings.worker_id or default_worker_id(port)
-        new_attach = lambda: plane.attach(worker_id, self._address)  # noqa: E731
+        self._data_port = open_data_port(self.settings, plane, self._tls, self._address)
+        new_attach = partial(self._attach_of, plane, worker_id)
         channel = self._given_channel or self._lease_client()
         new_agent = partial(LeaseAgent, plane.agent_config())
         engine = Engine(
             new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
         )
         self._engine, self._watchdog.standstill = engine, engine.standstill
-        if plane.disk is not None and plane.images is not None:
-            mover, disk = DiskMover(plane.disk, engine.wake), plane.disk
-            transfers = Transfers(mover, plane.images, plane.memory.frame_bytes, disk.reset, SystemClock())
-            engine.keep_on_disk(transfers, disk.claims(), disk.reset)
+        self._begin_transfers(plane, engine)
         if ratio := self.settings.trace_step_ratio:
             engine.record_steps(lambda: random.random() < ratio)
         loop = asyncio.get_running_loop()
@@ -191,6 +196,31 @@ class Worker:
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars))
+
+    def _attach_of(self, plane: DataPlane, worker_id: str) -> Attach:
+        attach = plane.attach(worker_id, self._address)
+        if self._data_port is None:
+            return attach
+        return replace(attach, data_address=self._data_port.address, image_format=plane.image_format)
+
+    def _begin_transfers(self, plane: DataPlane, engine: Engine) -> None:
+        """Let the engine move blocks beside its steps, where the worker has a disk or peers."""
+        images, disk, port = plane.images, plane.disk, self._data_port
+        if images is None or (disk is None and port is None):
+            return
+        size, peers = plane.image_bytes, None
+        if port is not None:
+            requests = ImageRequests(images, size, engine.wake)
+            engine.serve_images(requests)
+            identity = partial(_peer_identity, engine, size)
+            peers = port.serve(identity, requests.ask, engine.serve_keys.accepted_keys, engine.wake)
+        if disk is None:
+            engine.transfer_by(Transfers(images, size, SystemClock(), None, peers))
+        else:
+            mover = DiskMover(disk, engine.wake)
+            engine.transfer_by(
+                Transfers(images, size, SystemClock(), mover, peers, disk.reset), disk.claims(), disk.reset
+            )
 
     def _lease_client(self) -> LeaseClient:
         self._client = LeaseClient(
@@ -247,6 +277,8 @@ class Worker:
             await asyncio.sleep(_POLL_SECONDS)
         self._servicer.close()
         await self._server.stop(_LAST_REPLIES_S)
+        if self._data_port is not None:
+            await asyncio.to_thread(self._data_port.close)
         try:
             await asyncio.to_thread(self._engine.stop)
         finally:
@@ -255,6 +287,24 @@ class Worker:
             await self._supervisor.aclose()
             await self._metrics.stop()
             await self._telemetry.aclose()
+
+
+def open_data_port(
+    settings: GpuWorkerSettings, plane: DataPlane, tls: Identity | None, address: str
+) -> DataPort | None:
+    """Return the port for peers; None without one. Raises InvalidConfig where it cannot be had."""
+    if settings.data_port is None or plane.images is None:
+        return None
+    from gpuworker.plane.data_port import DataPort
+
+    return DataPort(settings, tls, address)
+
+
+def _peer_identity(engine: Engine, image_bytes: int) -> PeerIdentity:
+    from gpuworker.peers.wire import PeerIdentity
+
+    attach = engine.attach
+    return PeerIdentity(attach.worker_id, public_incarnation(attach.incarnation), attach.image_format, image_bytes)
 
 
 def work_of(load: EngineLoad) -> Work:

@@ -84,6 +84,10 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         description="a long prompt that waits for blocks begins with half of them, where those that run leave these, "
         "and gets the others as they come free",
     )
+    peer_fetch: bool = Field(
+        True,
+        description="workers with a data port fetch blocks from each other that they lack; off: each computes them",
+    )
     backfill: bool = Field(
         DEFAULTS.backfill,
         description="requests pass one that lacks blocks if they end before it can have them, or leave it enough",

@@ -19,6 +19,7 @@ from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerpri
 from common.checkpoint.gguf.names import served_folder
 from common.contracts.clock import SystemClock
 from common.contracts.errors import StaleEpoch
+from common.contracts.transfer_tokens import drawn_pool_key
 from common.contracts.types import PoolIdentity
 from common.decisions.log_metrics import LogMetrics
 from common.decisions.log_writer import opened as opened_log
@@ -96,6 +97,8 @@ class ManagerProcess:
         self.index = IndexWriter(epoch_file, opener, clock, times, stale, key, self.supervisor)
         self.index.before_writing = self.leading.writes
         manager = WorkerRegistry(settings.manager_config(), clock, _decision_ids(source))
+        if settings.peer_fetch:
+            manager.transfer_key = key or drawn_pool_key(secrets.token_bytes)
         self.attachments = Attachments(
             manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )

@@ -133,6 +133,8 @@ class Attach:
     `max_num_seqs` bounds the sequences that hold block tables at once (running and draining): M admits no more.
     `reset` is the id of the last reset of the prefix cache that W carried out in this incarnation; 0: none.
     `host_frames` are the blocks that W can keep in host memory beside those of its pool, `disk_frames` those on disk.
+    Peers fetch blocks at `data_address`; "" serves none. Workers whose images have one `image_format` can fetch from
+    each other; b"" fetches none.
     """
 
     worker_id: str
@@ -147,6 +149,8 @@ class Attach:
     reset: int = 0
     host_frames: int = 0
     disk_frames: int = 0
+    data_address: str = ""
+    image_format: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,10 +366,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class AttachOk:
-    """The manager has rebuilt its ledger from the inventory; the session is live."""
+    """The manager has rebuilt its ledger from the inventory; the session is live.
+
+    With `serve_key` tokens are made with which peers fetch from W (`transfer_tokens`); b"": W serves none.
+    """
 
     epoch: int
     lease_target: int
+    serve_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ class Medium(IntEnum):
     BLOCK = 1
     HOST = 2
     DISK = 4
+    PEER = 8
+    """Another worker, which knows a block by its hash alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,31 @@ class Place:
     index: FrameId
 
 
+FROM_PEER: Final = Place(Medium.PEER, FrameId(0))
+"""The place of a block at a peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSource:
+    """Who serves a fetch. The incarnation is the public one; `expires` in unix seconds.
+
+    The token allows the hashes of the transfers that name this source, in their order.
+    """
+
+    worker_id: str
+    public_incarnation: bytes
+    address: str
+    token: bytes
+    expires: int
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Copy a sealed block's image from one place to another, beside the steps; the end of it is reported.
 
-    A save goes from a block or a host frame to disk, a fetch from disk to a host frame. `parent` is the hash before it,
-    ROOT at depth 0. The target is void from the order on; it holds the content once W has said that the move is DONE.
-    W answers each move of its session once. `id`s rise within one.
+    A save goes from a block or a host frame to disk, a fetch from disk, or from the worker `peer`, to a host frame.
+    `parent` is the hash before it, ROOT at depth 0. The target is void from the order on; it holds the content once W
+    has said that the transfer is DONE. W answers each one of its session once. `id`s rise within one.
     """
 
     id: int
@@ -44,6 +64,7 @@ class Move:
     depth: int
     source: Place
     target: Place
+    peer: PeerSource | None = None
 
     @property
     def saves(self) -> bool:
@@ -66,10 +87,14 @@ class MoveEnd(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """What a block costs W at present, in seconds: to compute it in a prompt, and to read it from disk."""
+    """What a block costs W at present, in seconds: to compute it in a prompt, to read it from disk, from a peer.
+
+    0: not known.
+    """
 
     compute: float
     read: float
+    peer: float = 0.0
 
 
 FROM_DISK: Final = "disk"

@@ -164,7 +164,7 @@ class ShortfallReason(StrEnum):
     PLACES = "no place in the batch"
     BEHIND = "behind another sequence"
     CHECKPOINT = "for a checkpoint of another sequence"
-    FETCH = "for blocks from disk"
+    FETCH = "for blocks that are fetched"
 
 
 # Before the name of a candidate of a short-fall that is a tenant; the others are requests.

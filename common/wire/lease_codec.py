@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.hashing import PARTIAL_HASHES
+from common.contracts.hashing import KEY_BYTES, PARTIAL_HASHES
 from common.contracts.lease import (
     Admit,
     Attach,
@@ -69,6 +69,8 @@ def attach_to_proto(attach: Attach) -> kvmanager_pb2.Attach:
         reset=attach.reset,
         host_frames=attach.host_frames,
         disk_frames=attach.disk_frames,
+        data_address=attach.data_address,
+        image_format=attach.image_format,
     )
 
 
@@ -77,8 +79,11 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
     if not is_id(message.worker_id) or len(message.incarnation) != INCARNATION_BYTES:
         what = f"Attach needs a worker id of {ID_WORDS} and an incarnation of {INCARNATION_BYTES} bytes"
         raise ProtocolViolation(what)
-    if len(message.address) > MAX_ADDRESS_CHARS or not _NO_SPACES.fullmatch(message.address):
-        raise ProtocolViolation(f"the worker's address is not HOST:PORT of at most {MAX_ADDRESS_CHARS} characters")
+    for address in (message.address, message.data_address):
+        if len(address) > MAX_ADDRESS_CHARS or not _NO_SPACES.fullmatch(address):
+            raise ProtocolViolation(f"the worker's address is not HOST:PORT of at most {MAX_ADDRESS_CHARS} characters")
+    if len(message.image_format) not in (0, KEY_BYTES):
+        raise ProtocolViolation(f"an image format has {KEY_BYTES} bytes; this one has {len(message.image_format)}")
     if not (message.num_blocks and message.max_num_seqs and message.identity.block_size):
         raise ProtocolViolation("Attach needs blocks, a block size and at least one sequence")
     return Attach(
@@ -94,6 +99,8 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
         reset=message.reset,
         host_frames=message.host_frames,
         disk_frames=message.disk_frames,
+        data_address=message.data_address,
+        image_format=message.image_format,
     )
 
 
@@ -258,11 +265,11 @@ def _rows(what: str, left: Sequence[LeftT], right: Sequence[RightT]) -> tuple[tu
 
 
 def attach_ok_to_proto(ok: AttachOk) -> kvmanager_pb2.AttachOk:
-    return kvmanager_pb2.AttachOk(epoch=ok.epoch, lease_target=ok.lease_target)
+    return kvmanager_pb2.AttachOk(epoch=ok.epoch, lease_target=ok.lease_target, serve_key=ok.serve_key)
 
 
 def attach_ok_from_proto(message: kvmanager_pb2.AttachOk) -> AttachOk:
-    return AttachOk(message.epoch, message.lease_target)
+    return AttachOk(message.epoch, message.lease_target, message.serve_key)
 
 
 def rejected_to_proto(rejected: AttachRejected) -> kvmanager_pb2.AttachRejected:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Final
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report
 from common.contracts.limits import MAX_REQUEST_ID_CHARS
-from common.contracts.moves import Fetched, Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.moves import FROM_PEER, Fetched, Medium, Move, MoveCosts, MoveEnd, PeerSource, Place
 from common.contracts.types import BlockHash, BlockId
 from common.wire import packing
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -23,9 +25,38 @@ def pack_moves(moves: tuple[Move, ...], message: kvmanager_pb2.GrantBatch) -> No
     message.move_parent_hashes = packing.pack_hashes(each.parent or _ANY_HASH for each in moves)
     message.move_depths = packing.pack_u32(each.depth for each in moves)
     message.move_sources = bytes(each.source.medium for each in moves)
-    message.move_source_indexes = packing.pack_blocks(each.source.index for each in moves)
+    peers = _numbered(each.peer for each in moves)
+    message.move_source_indexes = packing.pack_blocks(
+        each.source.index if each.peer is None else peers[each.peer] for each in moves
+    )
+    message.move_peers.extend(map(_peer_to_proto, peers))
     message.move_targets = bytes(each.target.medium for each in moves)
     message.move_target_indexes = packing.pack_blocks(each.target.index for each in moves)
+
+
+def _numbered(peers: Iterable[PeerSource | None]) -> dict[PeerSource, BlockId]:
+    """Return the place of each source in the list of a batch."""
+    named = dict.fromkeys(each for each in peers if each is not None)
+    return {peer: BlockId(place) for place, peer in enumerate(named)}
+
+
+def _peer_to_proto(peer: PeerSource) -> kvmanager_pb2.PeerSource:
+    return kvmanager_pb2.PeerSource(
+        worker_id=peer.worker_id,
+        incarnation=peer.public_incarnation,
+        address=peer.address,
+        token=peer.token,
+        expires=peer.expires,
+    )
+
+
+def _peers_of(message: kvmanager_pb2.GrantBatch, sources: list[Place]) -> list[PeerSource | None]:
+    """Return the peer of each transfer, None where it comes from elsewhere."""
+    peers = [PeerSource(p.worker_id, p.incarnation, p.address, p.token, p.expires) for p in message.move_peers]
+    for place in sources:
+        if place.medium is Medium.PEER and place.index >= len(peers):
+            raise ProtocolViolation(f"a transfer names peer {place.index} of {len(peers)}")
+    return [peers[place.index] if place.medium is Medium.PEER else None for place in sources]
 
 
 def unpack_moves(message: kvmanager_pb2.GrantBatch) -> tuple[Move, ...]:
@@ -40,12 +71,22 @@ def unpack_moves(message: kvmanager_pb2.GrantBatch) -> tuple[Move, ...]:
     targets = _places(message.move_targets, packing.unpack_blocks(message.move_target_indexes))
     packing.parallel("moves", ids, hashes, parents, depths, sources, targets)
     chained = [parent if depth else _ROOT for parent, depth in zip(parents, depths, strict=True)]
-    moves = tuple(map(Move, ids, hashes, chained, depths, sources, targets))
+    peers = _peers_of(message, sources)
+    sources = [place if peer is None else FROM_PEER for place, peer in zip(sources, peers, strict=True)]
+    moves = tuple(map(Move, ids, hashes, chained, depths, sources, targets, peers))
     for each in moves:
-        if (each.source.medium is Medium.DISK) == each.saves or each.target.medium is Medium.BLOCK:
+        if (each.source.medium, each.target.medium) not in _WAYS:
             what = f"from {each.source.medium.name.lower()} to {each.target.medium.name.lower()}"
-            raise ProtocolViolation(f"move {each.id} goes {what}; expected block or host to disk, or disk to host")
+            raise ProtocolViolation(f"transfer {each.id} goes {what}; nothing is transferred so")
     return moves
+
+
+_WAYS: Final = {
+    (Medium.BLOCK, Medium.DISK),
+    (Medium.HOST, Medium.DISK),
+    (Medium.DISK, Medium.HOST),
+    (Medium.PEER, Medium.HOST),
+}
 
 
 def _places(media: bytes, indexes: list[BlockId]) -> list[Place]:
@@ -64,6 +105,7 @@ def pack_report(report: Report, message: kvmanager_pb2.Report) -> None:
     if report.move_costs is not None:
         message.move_costs.compute_seconds = report.move_costs.compute
         message.move_costs.read_seconds = report.move_costs.read
+        message.move_costs.peer_seconds = report.move_costs.peer
     if report.disk_closed:
         message.disk_closed = True
 
@@ -86,7 +128,9 @@ def fetched_from_proto(message: kvmanager_pb2.Fetched) -> Fetched:
 
 def costs_from_proto(message: kvmanager_pb2.MoveCosts) -> MoveCosts:
     """Return the costs; what is no number of seconds counts as 0, not known."""
-    return MoveCosts(*(_seconds(each) for each in (message.compute_seconds, message.read_seconds)))
+    return MoveCosts(
+        *(_seconds(each) for each in (message.compute_seconds, message.read_seconds, message.peer_seconds))
+    )
 
 
 def _seconds(value: float) -> float:

@@ -29,8 +29,10 @@ from common.contracts.lease import (
     LeaseChannel,
     LeaseEvent,
 )
+from common.contracts.transfer_tokens import ServeKeys
 from common.contracts.types import FinishReason, SequenceId, SequencePhase, TokenLogprobs, Usage
 from common.process.standstill import Standstill
+from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.engine.ports import (
     Chunk,
     Delayed,
@@ -76,6 +78,9 @@ class Engine:
         address: Callable[[], str] | None = None,
     ) -> None:
         self._transfers: Transfers | None = None
+        self._image_requests: ImageRequests | None = None
+        self.serve_keys = ServeKeys()
+        """The keys of tokens with which peers fetch from this worker."""
         self._new_agent, self._new_attach, self._address = new_agent, new_attach, address
         self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
@@ -118,13 +123,17 @@ class Engine:
         """Put a record of each step for which `wanted` is true into the outputs. Call it before `start`."""
         self._wants_step = wanted
 
-    def keep_on_disk(self, transfers: Transfers, claims: Iterable[CachedBlock], reset: int) -> None:
+    def transfer_by(self, transfers: Transfers, claims: Iterable[CachedBlock] = (), reset: int = 0) -> None:
         """Save blocks beside the steps, and fetch them. Call it before `start`.
 
         The disk has `claims`, and has carried out the resets up to the one of this id.
         """
         self._transfers = transfers
         self._agent.restore_saved(claims, reset)
+
+    def serve_images(self, requests: ImageRequests) -> None:
+        """Answer what peers ask for. Call it before `start`."""
+        self._image_requests = requests
 
     def stop(self) -> None:
         """End after the steps in flight and the commands so far, and wait for that.
@@ -198,6 +207,8 @@ class Engine:
         worked = self._take_lease_events() or worked
         if self._transfers is not None:
             worked = self._transfers.turn(self._agent, self._block_seconds) or worked
+        if self._image_requests is not None:
+            worked = self._image_requests.turn(self._agent) or worked
         while not self._stopping and self._launch():
             worked = True
         worked = self._send_report() or worked
@@ -274,7 +285,9 @@ class Engine:
                     self._lease.advertise(self._address())
                 self._channel.attach(*self._lease.connect())
             case Attached(session, ok):
-                if not self._lease.accept(session, ok) and self._lease.is_current(session):
+                if self._lease.accept(session, ok):
+                    self.serve_keys.note_key(ok.serve_key)
+                elif self._lease.is_current(session):
                     seen = self._lease.epoch_seen
                     log.warning("refused a KV manager of epoch %d; epoch %d was here", ok.epoch, seen)
                     self._leave_session()
@@ -464,6 +477,7 @@ class Engine:
         agent.take_over(others)
         if self._transfers is not None:
             agent.restore_saved(self._agent.saved_claims, self._agent.reset)
+        self.serve_keys.forget_keys()
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
         self._lease = LeaseSession(agent, attach)
         self._leave_session()

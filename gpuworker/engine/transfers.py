@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Final, Protocol
 
 from common.contracts.clock import Clock
-from common.contracts.moves import Move, MoveCosts, MoveEnd
+from common.contracts.moves import Move, MoveCosts, MoveEnd, PeerSource
 from gpuworker.scheduling.image_moves import Image, ImageMover, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
@@ -20,22 +22,60 @@ _BYTES_A_TURN: Final = 4 << 20
 _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
+_SMOOTHING: Final = 0.2
+"""The share of the latest fetch in what a block from a peer takes."""
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
 
 log = logging.getLogger(__name__)
 
 
-class Transfers:
-    """Used by the engine's thread alone."""
+class Fetches(Protocol):
+    """Fetches blocks from other workers (`gpuworker/peers/client.py`). Called from the engine's thread; never waits."""
 
-    def __init__(self, mover: ImageMover, images: Images, image_bytes: int, reset: int, clock: Clock) -> None:
+    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
+        """Fetch these blocks; each comes out of `poll` once. What nothing has come of for `patience` seconds fails."""
+        ...
+
+    def poll(self) -> Sequence[Ended]: ...
+
+    def close(self) -> None: ...
+
+
+class Ended(Protocol):
+    """A transfer that has ended; a fetch that is DONE has its verified image."""
+
+    @property
+    def move(self) -> Move: ...
+
+    @property
+    def image(self) -> Image | None: ...
+
+    @property
+    def end(self) -> MoveEnd: ...
+
+
+class Transfers:
+    """Used by the engine's thread alone. `mover` is that of the disk, `peers` fetches from other workers."""
+
+    def __init__(
+        self,
+        images: Images,
+        image_bytes: int,
+        clock: Clock,
+        mover: ImageMover | None = None,
+        peers: Fetches | None = None,
+        reset: int = 0,
+    ) -> None:
         """`reset` is the id of the last reset that the disk has carried out."""
-        self._mover, self._images, self._clock = mover, images, clock
+        self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
         self._a_turn = max(1, _BYTES_A_TURN // max(1, image_bytes))
         self._reading: dict[int, Move] = {}
+        # Fetches from peers that have not ended: how many blocks, how many are left, and when they began.
+        self._fetching: dict[PeerSource, tuple[int, int, float]] = {}
         self._landing: deque[tuple[Move, Image]] = deque()
-        self._heard = 0.0  # when a fetch has ended or begun last
+        self._heard = 0.0  # when a read of the disk has ended or begun last
+        self._peer_seconds = 0.0
         self._costs = MoveCosts(0.0, 0.0)
         self._reset, self._closed = reset, False
 
@@ -46,12 +86,13 @@ class Transfers:
         """
         if agent.reset != self._reset:
             self._reset = agent.reset
-            self._mover.clear(agent.reset)
+            if self._mover is not None:
+                self._mover.clear(agent.reset)
         worked = self._begin(agent)
         worked = self._gather(agent) or worked
         worked = self._land(agent) or worked
         self._note_costs(agent, compute_seconds)
-        if not self._mover.usable and not self._closed:
+        if self._mover is not None and not self._mover.usable and not self._closed:
             self._closed = True
             self._reading.clear()
             agent.close_disk()
@@ -65,29 +106,48 @@ class Transfers:
         return max(0.0, self._heard + self._most_patience - self._clock.monotonic())
 
     @property
+    def _read_seconds(self) -> float:
+        return self._mover.read_seconds if self._mover is not None else 0.0
+
+    @property
     def _most_patience(self) -> float:
-        return max(_LEAST_PATIENCE, _PATIENCE * self._mover.read_seconds * len(self._reading))
+        return max(_LEAST_PATIENCE, _PATIENCE * self._read_seconds * len(self._reading))
 
     def close(self) -> None:
-        self._mover.close()
+        for each in (self._mover, self._peers):
+            if each is not None:
+                each.close()
 
     # ------------------------------------------------------------ a turn
 
     def _begin(self, agent: LeaseAgent) -> bool:
         reads, saves = agent.take_reads(), agent.take_saves(self._a_turn)
         for move in reads:
-            if not self._reading:
-                self._heard = self._clock.monotonic()
-            self._reading[id(move)] = move
-            self._mover.start(move)
+            if move.peer is None and self._mover is not None:
+                if not self._reading:
+                    self._heard = self._clock.monotonic()
+                self._reading[id(move)] = move
+                self._mover.start(move)
+        for peer in dict.fromkeys(move.peer for move in reads):
+            if peer is not None and self._peers is not None:
+                self._fetch(peer, [move for move in reads if move.peer == peer])
         for move in saves:
-            self._mover.start(move, self._images.take(move.source))
+            if self._mover is not None:
+                self._mover.start(move, self._images.take(move.source))
         return bool(reads or saves)
 
+    def _fetch(self, peer: PeerSource, moves: list[Move]) -> None:
+        assert self._peers is not None
+        self._fetching[peer] = len(moves), len(moves), self._clock.monotonic()
+        self._peers.fetch(peer, moves, max(_LEAST_PATIENCE, _PATIENCE * self._peer_seconds * len(moves)))
+
     def _gather(self, agent: LeaseAgent) -> bool:
-        ended = self._mover.poll()
+        ended = [*(self._mover.poll() if self._mover is not None else ())]
+        ended += self._peers.poll() if self._peers is not None else ()
         for each in ended:
-            if not each.move.saves:
+            if each.move.peer is not None:
+                self._note_fetched(each.move.peer)
+            elif not each.move.saves:
                 self._heard = self._clock.monotonic()
                 self._reading.pop(id(each.move), None)
             if each.end is MoveEnd.DONE and each.image is not None:
@@ -98,6 +158,16 @@ class Transfers:
             self._give_up(agent)
             return True
         return bool(ended)
+
+    def _note_fetched(self, peer: PeerSource) -> None:
+        """Count a block of a fetch that has ended; the last one says what a block has taken."""
+        count, left, began = self._fetching[peer]
+        if left > 1:
+            self._fetching[peer] = count, left - 1, began
+            return
+        del self._fetching[peer]
+        took = (self._clock.monotonic() - began) / count
+        self._peer_seconds += (took - self._peer_seconds) * (_SMOOTHING if self._peer_seconds else 1.0)
 
     def _give_up(self, agent: LeaseAgent) -> None:
         """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
@@ -121,10 +191,10 @@ class Transfers:
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
-        read = self._mover.read_seconds
-        if _differs(read, self._costs.read) or _differs(compute, self._costs.compute):
-            self._costs = MoveCosts(compute, read)
-            agent.note_costs(self._costs)
+        costs = MoveCosts(compute, self._read_seconds, self._peer_seconds)
+        if any(map(_differs, astuple(costs), astuple(self._costs))):
+            self._costs = costs
+            agent.note_costs(costs)
 
 
 def _differs(new: float, old: float) -> bool:

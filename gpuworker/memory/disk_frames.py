@@ -151,7 +151,9 @@ class DiskFrames:
         with ExitStack() as undo:
             try:
                 files = _open_files(folder, undo)
-                head = _prepared(folder, files, num_frames, image_bytes, _format(identity, image_bytes, made_with))
+                head = _prepared(
+                    folder, files, num_frames, image_bytes, images_made_of(identity, image_bytes, made_with)
+                )
                 _refuse_full_disk(folder, files, num_frames, image_bytes)
             except OSError as error:
                 what = f"{folder} cannot be used: {error.strerror or error}; name another folder, or leave it out"
@@ -438,7 +440,7 @@ def _refuse_full_disk(folder: Path, files: tuple[int, int], num_frames: int, ima
         raise InvalidConfig(FieldViolation(SIZE_FLAG, f"{what}; ask for less, or name another {FOLDER_FLAG}"))
 
 
-def _format(identity: PoolIdentity, image_bytes: int, made_with: Mapping[str, str] | None) -> bytes:
+def images_made_of(identity: PoolIdentity, image_bytes: int, made_with: Mapping[str, str] | None) -> bytes:
     """Return the JSON of all that decides what an image holds: options, the identity, and how large an image is."""
     parts = {"image_bytes": str(image_bytes), **(made_with or {})}
     parts |= {each.name: str(getattr(identity, each.name)) for each in fields(identity) if each.name != "kv_geometry"}

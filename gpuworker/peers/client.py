@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Protocol
 import xxhash
 
 from common.contracts.limits import MAX_PEER_ITEMS
-from common.contracts.moves import Move, MoveEnd
+from common.contracts.moves import Move, MoveEnd, PeerSource
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import InlineInlet, RingInlet, inlet_for
 from gpuworker.peers.channel import Channel, ChannelBroken, ChannelTimedOut, Pace, words_of
@@ -33,20 +33,6 @@ log = logging.getLogger(__name__)
 
 # So much must come within the patience of a fetch, or the rest of an image.
 _PROGRESS_BYTES: Final = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSource:
-    """Who serves a fetch, as the manager named it. The incarnation is the public one; `expires` in unix seconds.
-
-    The token allows the hashes of the fetch in the order of its moves.
-    """
-
-    worker_id: str
-    public_incarnation: bytes
-    address: str
-    token: bytes
-    expires: int
 
 
 class MovedImage(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -18,7 +19,7 @@ from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
-from gpuworker.memory.disk_frames import DiskFrames, open_for_worker, size_of
+from gpuworker.memory.disk_frames import DiskFrames, images_made_of, open_for_worker, size_of
 from gpuworker.scheduling.batch_plan import StepRunner
 from gpuworker.scheduling.drafting import DraftModel, NewDrafter, NgramDrafter
 from gpuworker.scheduling.image_moves import Images
@@ -119,6 +120,17 @@ class DataPlane:
         return 0 if self.disk is None else self.disk.num_frames
 
     @property
+    def image_bytes(self) -> int:
+        """The bytes of a block's image."""
+        return self.memory.frame_bytes
+
+    @property
+    def image_format(self) -> bytes:
+        """16 bytes that are equal for workers whose images hold the same: they can fetch from each other."""
+        made_with = {"dtype": self.facts.dtype, "quantization": self.settings.quantization}
+        return sha256(images_made_of(self.identity, self.image_bytes, made_with)).digest()[:16]
+
+    @property
     def keeps_states(self) -> bool:
         """Whether layers of the model keep a state in place of K and V, and it is in no checkpoint."""
         return False
@@ -162,6 +174,7 @@ class DataPlane:
             draft_model=self.draft_model,
             host_frames=self.host_frames,
             disk_frames=self.disk_frames,
+            serves_peers=self.settings.data_port is not None,
         )
 
     def attach(self, worker_id: str, address: str) -> Attach:

@@ -133,7 +133,8 @@ class BlockStates:
 
     def forget_unheld(self) -> None:
         """Forget the content of every block that no block table has: the prefix cache was reset."""
-        self.content = {block: content for block, content in self.content.items() if self.holders[block]}
+        for block in [block for block in self.content if not self.holders[block]]:
+            del self.content[block]
 
     def reset(self, block: BlockId) -> None:
         """Make a block empty: no slot counts as written, no content is claimed."""

@@ -28,9 +28,10 @@ from common.contracts.lease import (
     blocks_needed,
     unread_blocks,
 )
-from common.contracts.moves import Move, MoveCosts, MoveEnd
+from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
 from common.contracts.types import (
     TRIMMED,
+    BlockHash,
     BlockId,
     FinishReason,
     KvGroup,
@@ -41,6 +42,7 @@ from common.contracts.types import (
 )
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.block_states import BlockStates, Content
+from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
@@ -53,7 +55,7 @@ from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
 from gpuworker.scheduling.sequence import NewSequence, Sequence
 from gpuworker.scheduling.step_scheduler import StepScheduler
 from gpuworker.scheduling.stopping import LENGTH
-from gpuworker.scheduling.transfer_book import TransferBook
+from gpuworker.scheduling.transfer_book import TransferBook, filled_by
 
 
 class LeaseAgent:
@@ -68,6 +70,8 @@ class LeaseAgent:
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
         self._frames = FrameClaims(config.host_frames)
         self._transfers = TransferBook(config.disk_frames)
+        if config.serves_peers:
+            self._blocks.content, self._frames.held = ClaimsByHash(), ClaimsByHash()
         # A transfer waits for copies that no step has run yet.
         self._transfer_waits = False
         self._scheduler = StepScheduler(
@@ -301,7 +305,7 @@ class LeaseAgent:
         return self._transfers.claims()
 
     def take_reads(self) -> list[Move]:
-        """Return the fetches that were ordered since the last call: they are to be read from disk."""
+        """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers."""
         return self._transfers.take_reads()
 
     def take_saves(self, most: int) -> list[Move]:
@@ -318,6 +322,19 @@ class LeaseAgent:
         may = self._transfers.may_land(move, self._copies_under_way())
         self._transfer_waits |= not may
         return may
+
+    def find_images(self, hashes: Items[BlockHash]) -> list[Place | None]:
+        """Return from where the images of these contents can be taken now; None: the worker does not have one."""
+        blocks, frames = self._blocks.content, self._frames.held
+        if not (isinstance(blocks, ClaimsByHash) and isinstance(frames, ClaimsByHash)):
+            return [None] * len(hashes)
+        filled, found = filled_by(self._copies_under_way()), list[Place | None]()
+        for each in hashes:
+            block, frame = blocks.find(each), frames.find(each)
+            places = [Place(Medium.BLOCK, block)] if block is not None else []
+            places += [Place(Medium.HOST, frame)] if frame is not None else []
+            found.append(next((place for place in places if place not in filled), None))
+        return found
 
     def is_open(self, move: Move) -> bool:
         """Return whether a transfer counts; what comes of one that is void is dropped."""

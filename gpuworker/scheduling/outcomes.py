@@ -39,6 +39,8 @@ class AgentConfig:
     """Blocks that host memory keeps beside those of the pool."""
     disk_frames: int = 0
     """Blocks that the disk cache keeps beside both."""
+    serves_peers: bool = False
+    """Whether other workers fetch blocks from this one."""
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

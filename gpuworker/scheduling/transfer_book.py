@@ -46,7 +46,7 @@ class TransferBook:
         sizes = {Medium.BLOCK: num_blocks, Medium.HOST: host_frames, Medium.DISK: self.disk_frames}
         filled = set() if anew else {each.target for each in self.open.values()}
         for each in moves:
-            for place in (each.source, each.target):
+            for place in (each.target,) if each.peer is not None else (each.source, each.target):
                 if not 0 <= place.index < sizes[place.medium]:
                     what = f"{place.medium.name.lower()} {place.index}; there are {sizes[place.medium]}"
                     raise ProtocolViolation(f"transfer {each.id} names {what}")
@@ -68,7 +68,7 @@ class TransferBook:
     # ------------------------------------------------------------ the engine's turn
 
     def take_reads(self) -> list[Move]:
-        """Return the fetches that are to be read from disk."""
+        """Return the fetches that are to be read, from disk or from peers."""
         taken, self._to_read = self._to_read, []
         return taken
 
@@ -80,7 +80,7 @@ class TransferBook:
         `copies` are those that wait or run. A save whose source one of them fills waits, and so do all behind it.
         """
         ready, stale = list[Move](), list[Move]()
-        filled = {target for _, target in map(_ends, copies)} if self._to_take else set()
+        filled = filled_by(copies) if self._to_take else frozenset()
         while self._to_take and len(ready) < most and self._to_take[0].source not in filled:
             move = self._to_take.popleft()
             content = _content_at(move.source, blocks, frames)
@@ -105,7 +105,7 @@ class TransferBook:
 
         What could not be read is on disk no more, even if the transfer was void.
         """
-        if end in (MoveEnd.CORRUPT, MoveEnd.FAILED) and not move.saves:
+        if end in (MoveEnd.CORRUPT, MoveEnd.FAILED) and move.source.medium is Medium.DISK:
             held = self.saved.get(move.source.index)
             if held is not None and held.hash == move.hash:
                 del self.saved[move.source.index]
@@ -141,6 +141,11 @@ class TransferBook:
             CachedBlock(frame, each.hash, -1, each.last_used, each.parent or each.hash, each.depth)
             for frame, each in sorted(self.saved.items())
         )
+
+
+def filled_by(copies: Iterable[Copy | TierCopy]) -> frozenset[Place]:
+    """Return the places that copies write."""
+    return frozenset(target for _, target in map(_ends, copies))
 
 
 def _content_at(place: Place, blocks: BlockStates, frames: FrameClaims) -> Content | None:

@@ -50,6 +50,10 @@ class SimulatedPlane(DataPlane):
     def keeps_states(self) -> bool:
         return self.stateful and state_group(self.memory.groups) is None
 
+    @property
+    def image_bytes(self) -> int:
+        return IMAGE_BYTES
+
     def start_lines(self) -> list[str]:
         memory = self.memory
         unit = "pages" if memory.groups else "blocks"

@@ -16,9 +16,10 @@ class Totals:
     grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
     blocks that were copied into frames of the host tier, and out of them. Host drops are contents that left their frame
     for others while nothing else had them. Disk stores and loads are blocks that transfers brought to disk and back,
-    `disk_lost` contents that could not be read, with what was behind them, and `unsaved` those for which no frame could
-    be had. `fetches` counts sequences that waited for the disk, `transfer_ends` transfers by how they ended.
-    `broken_stalls` counts preemptions that were ordered because work stood still.
+    peer loads those that came from peers, `disk_lost` contents that could not be read, with what was behind them, and
+    `unsaved` those for which no frame could be had. `fetches` counts sequences that waited for transfers,
+    `transfer_ends` transfers by how they ended. `broken_stalls` counts preemptions that were ordered because work stood
+    still.
     """
 
     preemptions: int = 0
@@ -28,6 +29,7 @@ class Totals:
     host_drops: int = 0
     disk_stores: int = 0
     disk_loads: int = 0
+    peer_loads: int = 0
     disk_lost: int = 0
     unsaved: int = 0
     fetches: int = 0

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.contracts.errors import QuireError, Unavailable
+from common.contracts.moves import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts.slots import Loss, NoSlot
+
+
+class Peer(Protocol):
+    """A worker that may be asked for blocks."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
+        """Return what lets the worker that asks have these blocks, in this order."""
+        ...
+
+
+FindPeer = Callable[[Sequence[BlockHash], int, int], tuple[Peer, int] | None]
+"""Returns the worker that has the longest run of block_hashes[first:end], and its length; None: none has any."""
 
 
 class IndexUnavailable(QuireError):

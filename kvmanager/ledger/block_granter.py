@@ -67,7 +67,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
 
 def _leaves_queue(state: LedgerState, sequence: Sequence) -> bool:
     """Let a sequence leave the queue if something of its prompt is about to be there; return whether it does."""
-    if state.store.disk is not None and transfers.await_fetch(state, sequence):
+    if state.store.tier is not None and transfers.await_fetch(state, sequence):
         return True
     return state.store.states is not None and _waits_for_states(state, sequence)
 
@@ -96,7 +96,7 @@ def _find_awaited_place(state: LedgerState, sequence: Sequence) -> int | None:
 
 def _is_to_wait(state: LedgerState, sequence: Sequence) -> bool:
     """Return whether a sequence that could pass is to wait for a checkpoint, or for the disk, once it has its turn."""
-    if state.store.disk is not None and transfers.find_fetch(state, sequence) is not None:
+    if state.store.tier is not None and transfers.find_fetch(state, sequence) is not None:
         return True
     return state.store.states is not None and _find_awaited_place(state, sequence) is not None
 

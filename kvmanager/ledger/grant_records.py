@@ -70,7 +70,7 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
         reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} cached blocks are loaded")
     if sequence.fetch is not None:
         fetch = sequence.fetch
-        took = f"{fetch.landed} of {fetch.blocks} blocks came from disk in {1000 * fetch.seconds:.0f} ms"
+        took = f"{fetch.landed} of {fetch.blocks} blocks came from {fetch.source} in {1000 * fetch.seconds:.0f} ms"
         reasons.append(FETCH_REASON + took)
     if passes:
         reasons.append(_PASSES)

@@ -254,6 +254,17 @@ class Ledger:
         match = grant_plan.match_prefix(self.state.store, block_hashes, num_tokens, cacheable).match
         return settled(cache, config, block_hashes, num_tokens, match)
 
+    def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
+        """Return how many leading blocks of block_hashes[first:end] the worker has in the pool or in host memory."""
+        cache, place = self.state.store.cache, first
+        while place < end:
+            block_hash, parent = block_hashes[place], block_hashes[place - 1] if place else ROOT
+            below = cache.tier is not None and cache.tier.find_run(block_hashes, place, place + 1, cache.ambiguous)
+            if not below and cache.find_registered_block(block_hash, parent, place) is None:
+                break
+            place += 1
+        return place - first
+
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
         find = self.state.store.cache.find_registered_block

@@ -28,6 +28,7 @@ from common.contracts.types import BlockHash, BlockId, Candidate, Decision, Deci
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.contracts.ports import FindPeer
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.backfill import Reservation
 from kvmanager.ledger.block_store import BlockStore
@@ -39,14 +40,16 @@ class LedgerState:
     """The parts of one worker's ledger. Parts do not know each other."""
 
     __slots__ = (
-        "admission", "clock", "config", "decisions", "sequences", "store", "tier_copies", "totals", "transfers",
-        "worker",
+        "admission", "clock", "config", "decisions", "peers", "sequences", "store", "tier_copies", "totals",
+        "transfers", "worker",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
         self.config, self.clock = config, clock
         self.decisions = DecisionLog(clock, decision_ids, worker)
         self.totals = Totals()
+        # Finds the worker that has the most of some blocks; None: this worker fetches from no other one.
+        self.peers: FindPeer | None = None
         self.store = BlockStore(config, clock)
         self._begin()
 

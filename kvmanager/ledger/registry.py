@@ -8,15 +8,20 @@ was configured. It is forgotten when no worker is attached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 from common.contracts.clock import Clock
 from common.contracts.errors import IdentityMismatch, NotFound
-from common.contracts.lease import Attach, AttachOk, AttachRejected, Inventory
+from common.contracts.lease import Attach, AttachOk, AttachRejected, Inventory, public_incarnation
+from common.contracts.transfer_tokens import serve_key_of
+from common.contracts.types import BlockHash
 from kvmanager.cache.pins import Pin, PinBook
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
 from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.peers import ServingPeer, find_peer
 
 
 @dataclass(slots=True)
@@ -54,6 +59,8 @@ class WorkerRegistry:
         self.pins = PinBook(config.pin_share)
         # The id of the latest reset of the prefix cache; 0: there was none.
         self.last_reset = 0
+        # Makes the tokens with which workers fetch from each other; b"": they do not.
+        self.transfer_key = b""
 
     # ------------------------------------------------------------ epoch
 
@@ -77,6 +84,8 @@ class WorkerRegistry:
         config, worker = LedgerConfig.of_worker(attach, self._config), attach.worker_id
         ledger = Ledger(config, self._clock, self._decision_ids, worker)
         registration = WorkerRegistration(attach, ledger)
+        if self.transfer_key and attach.image_format:
+            ledger.state.peers = partial(self._find_peer, attach)
         self._registrations[attach.worker_id] = registration
         return registration
 
@@ -139,7 +148,17 @@ class WorkerRegistry:
         if registration.pins is not self.pins.pins:  # they have changed since the rebuild began
             registration.ledger.pin(self.pins.pins, self.pins.share)
         registration.ready = True
-        return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
+        key, attach = b"", registration.attach
+        if self.transfer_key and attach.data_address:
+            key = serve_key_of(self.transfer_key, public_incarnation(attach.incarnation))
+        return AttachOk(self.epoch, registration.ledger.lease_target(refill=False), key)
+
+    def _find_peer(
+        self, asking: Attach, block_hashes: Items[BlockHash], first: int, end: int
+    ) -> tuple[ServingPeer, int] | None:
+        """Return the attached worker that has the longest run of block_hashes[first:end], and its length."""
+        ready = [(each.attach, each.ledger) for each in self._registrations.values() if each.ready]
+        return find_peer(asking, ready, self.transfer_key, self._clock, block_hashes, first, end)
 
     # ------------------------------------------------------------ sessions
 

@@ -1,4 +1,4 @@
-"""Transfers beside the steps: what is saved to disk, what is fetched from there, and who waits for it.
+"""Transfers beside the steps: what is saved to disk, what is fetched from there or from a peer, and who waits for it.
 
     released block table --queue_saves--> to_save --order_saves--> a frame on disk is expected --done--> it holds it
 
@@ -12,12 +12,14 @@ kept for nobody. Nothing that a transfer touches is in a block table before the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from common.contracts.moves import Fetched, Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.moves import FROM_DISK, FROM_PEER, Fetched, Medium, Move, MoveCosts, MoveEnd, Place
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
 from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.contracts.block import ROOT
+from kvmanager.contracts.ports import Peer
 from kvmanager.contracts.sequence import Fetch, Sequence
 from kvmanager.ledger import grant_plan, grant_records
 from kvmanager.ledger.ledger_state import LedgerState
@@ -33,110 +35,155 @@ MARGIN: Final = 0.9
 """A fetch must take less than this share of the time that computing would take."""
 
 
-def fetch_pays(costs: MoveCosts | None, blocks: int) -> bool:
-    """Return whether reading so many blocks is expected to beat computing them; yes while costs are unknown."""
-    if costs is None or not costs.compute or not costs.read:
+def fetch_pays(costs: MoveCosts | None, blocks: int, from_peer: bool = False) -> bool:
+    """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown."""
+    if costs is None:
         return True
-    return costs.read * blocks < MARGIN * costs.compute * blocks
+    fetch = costs.peer if from_peer else costs.read
+    return not costs.compute or not fetch or fetch * blocks < MARGIN * costs.compute * blocks
 
 
 # ------------------------------------------------------------ fetches
 
 
 def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
-    """Let a sequence leave the queue for blocks of its prompt that the disk has; return whether it does."""
+    """Let a sequence leave the queue for blocks of its prompt that can be fetched; return whether it does."""
     run = find_fetch(state, sequence)
     if run is None or state.store.tier is None:
         return False
-    tier, hashes, behind = state.store.tier, sequence.block_hashes, run.behind
+    tier, behind = state.store.tier, run.behind
     if behind:
         tier.hold(behind)
-    awaited = list[int]()
-    for place, frame in enumerate(run.frames, run.first):
-        number = state.transfers.fetching[hashes[place]] if frame is None else _fetch(state, hashes, place, frame)
-        if number is None:
-            break
-        awaited.append(number)
+    awaited = _order_fetches(state, sequence.block_hashes, run)
     if behind:
         tier.release(behind)
     if not awaited:
         return False
-    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic())
+    source = run.peer.worker_id if run.peer is not None else FROM_DISK
+    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source)
     for number in awaited:
         state.transfers.waiting.setdefault(number, []).append(sequence.id)
     state.sequences.fetching[sequence.id] = None
     state.sequences.queue.remove_sequence(sequence)
     state.totals.fetches += 1
-    grant_records.record_wait(state, sequence, (ShortfallReason.FETCH.value, ""), (len(awaited), len(awaited)))
+    grant_records.record_wait(state, sequence, (ShortfallReason.FETCH.value, source), (len(awaited), len(awaited)))
     return True
 
 
 class FetchRun(NamedTuple):
-    """Blocks of a prompt from place `first` on: the disk's frames, None where a block is being fetched already.
+    """Blocks of a prompt from place `first` on: frames on disk, FETCHING for those that are being fetched already.
 
-    `behind` is the frame of host memory before them, if the block there is in no block of the pool.
+    They are `_AT_PEER` where the worker `peer` has them. `behind` is the frame of host memory before them, if the block
+    there is in no block of the pool.
     """
 
     first: int
-    frames: list[FrameId | None]
+    frames: list[FrameId]
     behind: list[FrameId]
+    peer: Peer | None = None
+
+
+_FETCHING: Final = FrameId(-1)
+_AT_PEER: Final = FrameId(-2)
 
 
 def find_fetch(state: LedgerState, sequence: Sequence) -> FetchRun | None:
     """Return what a sequence would wait for; None: it has waited in this stay, there is nothing, or it does not pay."""
     store = state.store
-    tier, disk = store.tier, store.disk
-    if tier is None or disk is None or not disk.entries or sequence.fetch is not None or not sequence.takes_hits:
+    if store.tier is None or sequence.fetch is not None or not sequence.takes_hits:
+        return None
+    if not (store.cache.saved or store.tier.expected or state.peers is not None):
         return None
     if grant_plan.find_fork_parent(state.sequences, sequence) is not None:
         return None
     found = grant_plan.find_match(store, sequence)
     first, hashes = found.unread + len(found.hits) + len(found.frames), sequence.block_hashes
-    frames = _find_run(state, tier, disk, hashes, first, min(state.config.hits_of(sequence.num_tokens), len(hashes)))
-    if not frames or not fetch_pays(state.worker.costs, len(frames)):
+    end = min(state.config.hits_of(sequence.num_tokens), len(hashes))
+    if first >= end:
         return None
-    return FetchRun(first, frames, list(found.frames[-1:]))
+    behind, costs = list(found.frames[-1:]), state.worker.costs
+    coming = _find_coming(state, store.tier, hashes, first, end)
+    own, other = _find_on_disk(state, hashes, first + coming, end), _find_at_peer(state, hashes, first + coming, end)
+    frames, peer = list[FrameId](), None
+    if own and len(own) >= len(other[1]) and fetch_pays(costs, len(own)):
+        frames = own
+    elif other[1] and fetch_pays(costs, len(other[1]), from_peer=True):
+        peer, frames = other
+    frames = [_FETCHING] * coming + frames
+    return FetchRun(first, frames, behind, peer) if frames else None
 
 
-def _find_run(
-    state: LedgerState, tier: FrameTier, disk: FrameTier, hashes: list[BlockHash], first: int, end: int
-) -> list[FrameId | None]:
-    """Return the disk's frames of the longest run of hashes[first:end]; None for a block that is being fetched."""
-    run, room = list[FrameId | None](), int(LANDING_SHARE * len(tier.frames)) - len(tier.expected)
-    room = min(room, MOST_FETCHES - len(state.transfers.fetching))
-    parent = hashes[first - 1] if first else ROOT
+def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], first: int, end: int) -> int:
+    """Return how many blocks of hashes[first:end] are being fetched, from the first one on."""
     for place in range(first, end):
-        block_hash = hashes[place]
-        expected, saved = tier.expected.get(block_hash), disk.entries.get(block_hash)
-        if block_hash in state.store.cache.ambiguous:
+        expected = tier.expected.get(hashes[place])
+        parent = hashes[place - 1] if place else ROOT
+        if (
+            expected is None
+            or hashes[place] in state.store.cache.ambiguous
+            or not _is_at(tier, expected, parent, place)
+        ):
+            return place - first
+    return end - first
+
+
+def _room(state: LedgerState, tier: FrameTier) -> int:
+    """Return how many blocks may be fetched now."""
+    most = int(LANDING_SHARE * len(tier.frames)) - len(tier.expected)
+    return min(most, MOST_FETCHES - len(state.transfers.fetching))
+
+
+def _find_on_disk(state: LedgerState, hashes: list[BlockHash], first: int, end: int) -> list[FrameId]:
+    """Return the frames on disk of the longest run of hashes[first:end] that may be fetched now."""
+    store = state.store
+    if store.disk is None or store.tier is None or state.transfers.closed:
+        return []
+    run = store.disk.find_run(hashes, first, min(end, first + _room(state, store.tier)), store.cache.ambiguous)
+    known = (place for place in range(len(run)) if hashes[first + place] in store.tier.entries)
+    return run[: next(known, len(run))]
+
+
+def _find_at_peer(
+    state: LedgerState, hashes: list[BlockHash], first: int, end: int
+) -> tuple[Peer | None, list[FrameId]]:
+    """Return the worker that has the longest run of hashes[first:end], as far as it may be fetched now."""
+    store = state.store
+    if state.peers is None or store.tier is None:
+        return None, []
+    end = min(end, first + _room(state, store.tier))
+    found = state.peers(hashes, first, end) if first < end else None
+    if found is None:
+        return None, []
+    peer, count = found
+    known = (place for place in range(count) if hashes[first + place] in store.tier.entries)
+    return peer, [_AT_PEER] * next(known, count)
+
+
+def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:
+    """Order what is to be fetched of a run, as far as frames can be had; return the ids of all its transfers."""
+    store, transfers = state.store, state.transfers
+    assert store.tier is not None
+    awaited, moves = list[int](), list[Move]()
+    for place, frame in enumerate(run.frames, run.first):
+        if frame == _FETCHING:
+            awaited.append(transfers.fetching[hashes[place]])
+            continue
+        parent = hashes[place - 1] if place else ROOT
+        taken = _expect(state, store.tier, hashes[place], parent, place)
+        if taken is None:
             break
-        if expected is not None and _is_at(tier, expected, parent, place):
-            run.append(None)
-        elif saved is not None and block_hash not in tier.entries and _is_at(disk, saved, parent, place) and room > 0:
-            run.append(saved)
-            room -= 1
-        else:
-            break
-        parent = block_hash
-    return run
+        if frame != _AT_PEER and store.disk is not None:
+            store.disk.hold([frame])
+        ends = FROM_PEER if frame == _AT_PEER else Place(Medium.DISK, frame), Place(Medium.HOST, taken.frame)
+        moves.append(Move(transfers.next_id(), hashes[place], parent, place, *ends))
+    if run.peer is not None and moves:
+        peer = run.peer.serve([each.hash for each in moves])
+        moves = [replace(each, peer=peer) for each in moves]
+    return awaited + [transfers.order(each) for each in moves]
 
 
 def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bool:
     return tier.frames.parent[frame] == parent and tier.frames.index[frame] == depth
-
-
-def _fetch(state: LedgerState, hashes: list[BlockHash], place: int, saved: FrameId) -> int | None:
-    """Order that a block comes to a frame of host memory; return the transfer's id, None if no frame can be had."""
-    store, transfers, block_hash = state.store, state.transfers, hashes[place]
-    assert store.tier is not None
-    assert store.disk is not None
-    parent = hashes[place - 1] if place else ROOT
-    taken = _expect(state, store.tier, block_hash, parent, place)
-    if taken is None:
-        return None
-    store.disk.hold([saved])
-    ends = Place(Medium.DISK, saved), Place(Medium.HOST, taken.frame)
-    return transfers.order(Move(transfers.next_id(), block_hash, parent, place, *ends))
 
 
 def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
@@ -152,7 +199,7 @@ def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched | Non
     fetch = sequence.fetch
     if fetch is None:
         return None
-    return Fetched(min(fetch.landed, len(plan.frames)), fetch.blocks, fetch.seconds)
+    return Fetched(min(fetch.landed, len(plan.frames)), fetch.blocks, fetch.seconds, fetch.source)
 
 
 def stop_awaiting(state: LedgerState, sequence: Sequence) -> bool:
@@ -253,12 +300,13 @@ def _note_end(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd)
 def _end_fetch(state: LedgerState, move: Move, end: MoveEnd) -> None:
     store, cache = state.store, state.store.cache
     assert store.tier is not None
-    assert store.disk is not None
     del state.transfers.fetching[move.hash]
-    _end_read(state, store.disk, move, end)
+    if move.peer is None and store.disk is not None:
+        _end_read(state, store.disk, move, end)
     if end is MoveEnd.DONE and _may_enter(state, store.tier, move):
         cache.note_arrived(store.tier, move.hash)
-        state.totals.disk_loads += 1
+        state.totals.disk_loads += move.peer is None
+        state.totals.peer_loads += move.peer is not None
     else:
         store.tier.abandon(move.hash)
 

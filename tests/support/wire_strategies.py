@@ -71,6 +71,8 @@ attaches = st.builds(
     reset=u64,
     host_frames=u32,
     disk_frames=u32,
+    data_address=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=12),
+    image_format=st.just(b"") | hashes,
 )
 retained_blocks = st.builds(
     lambda first, count, priority, seconds: lease.RetainedBlocks(
@@ -116,7 +118,7 @@ reports = st.builds(
     bind_pages=tuples_of(blocks),
     trim_groups=tuples_of(st.integers(0, 255)),
     moved=tuples_of(st.tuples(u64, st.sampled_from(moves.MoveEnd))),
-    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds),
+    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds, seconds),
     disk_closed=st.booleans(),
 )
 
@@ -128,12 +130,19 @@ def _places(*media: moves.Medium) -> st.SearchStrategy[moves.Place]:
 _BLOCK, _HOST, _DISK = moves.Medium.BLOCK, moves.Medium.HOST, moves.Medium.DISK
 
 
+peers = st.builds(
+    moves.PeerSource, st.sampled_from(["w1", "w2"]), hashes, text, st.binary(min_size=16, max_size=16), u64
+)
+
+
 @st.composite
 def orders(draw: st.DrawFn) -> moves.Move:
     """Saves and fetches; only at depth 0 a block has no parent."""
     depth = draw(st.just(0) | u32)
-    ends = draw(st.tuples(_places(_BLOCK, _HOST), _places(_DISK)) | st.tuples(_places(_DISK), _places(_HOST)))
-    return moves.Move(draw(u64), draw(hashes), draw(hashes) if depth else BlockHash(b""), depth, *ends)
+    saved, fetched = st.tuples(_places(_BLOCK, _HOST), _places(_DISK)), st.tuples(_places(_DISK), _places(_HOST))
+    ends = draw(saved | fetched | st.tuples(st.just(moves.FROM_PEER), _places(_HOST)))
+    peer = draw(peers) if ends[0] == moves.FROM_PEER else None
+    return moves.Move(draw(u64), draw(hashes), draw(hashes) if depth else BlockHash(b""), depth, *ends, peer)
 
 
 batches = st.builds(

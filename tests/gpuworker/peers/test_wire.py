@@ -137,7 +137,7 @@ def test_a_message_of_the_destination_is_refused_by_its_head(head: str, why: str
     [
         (0, b"\0", "an answer of kind 0"),
         (0, b"\4", "an answer of kind 4"),
-        (1, b"\4", "an item with the end 4"),
+        (1, b"\5", "an item with the end 5"),
         (8, b"\1\0\0\4", "an image of 67108865 bytes; expected at most 67108864"),
         (0, b"\2\x09", "a refusal with the number 9"),
     ],

@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from common.contracts.moves import Medium, Move, MoveEnd, Place
+from common.contracts.moves import Medium, Move, MoveEnd, PeerSource, Place
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
 from common.contracts.types import BlockHash, FrameId
 from common.process import die_with_parent
 from gpuworker.peers.carriers import Image, host_key
-from gpuworker.peers.client import ClientLimits, MovedImage, PeerClient, PeerSource
+from gpuworker.peers.client import ClientLimits, MovedImage, PeerClient
 from gpuworker.peers.server import Deliver, PeerServer, ServerLimits, ServesTls, listen
 from gpuworker.peers.wire import PeerIdentity
 

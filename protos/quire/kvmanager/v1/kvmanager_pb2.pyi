@@ -268,6 +268,8 @@ class Attach(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     HOST_FRAMES_FIELD_NUMBER: _builtins.int
     DISK_FRAMES_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    IMAGE_FORMAT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     """16 random bytes, new at each start. They are a secret between worker and manager: they prove that an attach comes
@@ -287,6 +289,10 @@ class Attach(_message.Message):
     """Blocks that the worker can keep in host memory, beside those of its pool."""
     disk_frames: _builtins.int
     """Blocks that it can keep on disk."""
+    data_address: _builtins.str
+    """HOST:PORT at which other workers fetch blocks from this one; empty: it serves none."""
+    image_format: _builtins.bytes
+    """16 bytes. Workers with the same can fetch blocks from each other; empty: it fetches none."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     def __init__(
@@ -303,10 +309,12 @@ class Attach(_message.Message):
         reset: _builtins.int = ...,
         host_frames: _builtins.int = ...,
         disk_frames: _builtins.int = ...,
+        data_address: _builtins.str = ...,
+        image_format: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disk_frames", b"disk_frames", "epoch_seen", b"epoch_seen", "host_frames", b"host_frames", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "disk_frames", b"disk_frames", "epoch_seen", b"epoch_seen", "host_frames", b"host_frames", "identity", b"identity", "image_format", b"image_format", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,21 +698,61 @@ class MoveCosts(_message.Message):
 
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     READ_SECONDS_FIELD_NUMBER: _builtins.int
+    PEER_SECONDS_FIELD_NUMBER: _builtins.int
     compute_seconds: _builtins.float
     read_seconds: _builtins.float
+    peer_seconds: _builtins.float
+    """To fetch it from another worker."""
     def __init__(
         self,
         *,
         compute_seconds: _builtins.float = ...,
         read_seconds: _builtins.float = ...,
+        peer_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "peer_seconds", b"peer_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveCosts: _TypeAlias = MoveCosts  # noqa: Y015
+
+@_typing.final
+class PeerSource(_message.Message):
+    """A worker from which blocks are fetched."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.bytes
+    """The public one."""
+    address: _builtins.str
+    token: _builtins.bytes
+    """Allows the hashes of the transfers that name this source, in their order."""
+    expires: _builtins.int
+    """Unix seconds."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
+        address: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        expires: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires", b"expires", "incarnation", b"incarnation", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerSource: _TypeAlias = PeerSource  # noqa: Y015
 
 @_typing.final
 class StalledSet(_message.Message):
@@ -732,22 +780,26 @@ class AttachOk(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_TARGET_FIELD_NUMBER: _builtins.int
     SILENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    SERVE_KEY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_target: _builtins.int
     silence_seconds: _builtins.float
     """A worker leaves the session when nothing comes from the manager for so many seconds. So that something comes, it
     sends a Pulse every sixth of that. 0: the manager answers no Pulse.
     """
+    serve_key: _builtins.bytes
+    """The key, of 32 bytes, of the tokens with which peers fetch blocks from this worker; empty: it serves none."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         lease_target: _builtins.int = ...,
         silence_seconds: _builtins.float = ...,
+        serve_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_target", b"lease_target", "silence_seconds", b"silence_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_target", b"lease_target", "serve_key", b"serve_key", "silence_seconds", b"silence_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -837,6 +889,7 @@ class GrantBatch(_message.Message):
     MOVE_SOURCE_INDEXES_FIELD_NUMBER: _builtins.int
     MOVE_TARGETS_FIELD_NUMBER: _builtins.int
     MOVE_TARGET_INDEXES_FIELD_NUMBER: _builtins.int
+    MOVE_PEERS_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -858,7 +911,8 @@ class GrantBatch(_message.Message):
     move_ids: _builtins.bytes
     """Blocks to be copied beside the steps, from a block or a host frame to disk, or from disk to a host frame. Parallel
     arrays: uint64 ids, 16-byte hashes, those of the blocks before them (any bytes for the first block of a prompt),
-    numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk), and int32 indexes.
+    numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk, 8 another worker),
+    and int32 indexes. That of another worker is its place in move_peers.
     The target holds nothing until the worker has reported that the move is done.
     """
     move_hashes: _builtins.bytes
@@ -872,6 +926,8 @@ class GrantBatch(_message.Message):
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
     def preempt_decision_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def move_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerSource]: ...
     def __init__(
         self,
         *,
@@ -896,10 +952,11 @@ class GrantBatch(_message.Message):
         move_source_indexes: _builtins.bytes = ...,
         move_targets: _builtins.bytes = ...,
         move_target_indexes: _builtins.bytes = ...,
+        move_peers: _abc.Iterable[Global___PeerSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "move_depths", b"move_depths", "move_hashes", b"move_hashes", "move_ids", b"move_ids", "move_parent_hashes", b"move_parent_hashes", "move_source_indexes", b"move_source_indexes", "move_sources", b"move_sources", "move_target_indexes", b"move_target_indexes", "move_targets", b"move_targets", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "move_depths", b"move_depths", "move_hashes", b"move_hashes", "move_ids", b"move_ids", "move_parent_hashes", b"move_parent_hashes", "move_peers", b"move_peers", "move_source_indexes", b"move_source_indexes", "move_sources", b"move_sources", "move_target_indexes", b"move_target_indexes", "move_targets", b"move_targets", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

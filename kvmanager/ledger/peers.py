@@ -1,0 +1,70 @@
+"""Workers that fetch blocks from each other: which one has the most of a prompt, and what lets another one ask it.
+
+A fetch takes no reference on what it reads. The source answers with what it has by then; what has left it is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from common.contracts.clock import Clock
+from common.contracts.lease import Attach, public_incarnation
+from common.contracts.moves import PeerSource
+from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
+from common.contracts.types import BlockHash
+
+TOKEN_SECONDS: Final = 600
+"""How long a token may be used: a bound on theft. Nothing else depends on it."""
+
+
+class HasRuns(Protocol):
+    def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
+        """Return how many leading blocks of block_hashes[first:end] are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPeer:
+    """A worker that another one may ask for blocks."""
+
+    attach: Attach
+    asking: Attach
+    pool_key: bytes
+    clock: Clock
+
+    @property
+    def worker_id(self) -> str:
+        return self.attach.worker_id
+
+    def serve(self, hashes: Items[BlockHash]) -> PeerSource:
+        """Return what lets the other worker ask for these blocks, in this order."""
+        source = public_incarnation(self.attach.incarnation)
+        expires = self.clock.time_ns() // 1_000_000_000 + TOKEN_SECONDS
+        scope = TokenScope(
+            self.asking.worker_id, public_incarnation(self.asking.incarnation), source, expires, tuple(hashes)
+        )
+        token = make_token(serve_key_of(self.pool_key, source), scope)
+        return PeerSource(self.worker_id, source, self.attach.data_address, token, expires)
+
+
+def find_peer(
+    asking: Attach,
+    others: Iterable[tuple[Attach, HasRuns]],
+    pool_key: bytes,
+    clock: Clock,
+    block_hashes: Items[BlockHash],
+    first: int,
+    end: int,
+) -> tuple[ServingPeer, int] | None:
+    """Return the worker that has the longest run of block_hashes[first:end], and its length; None: none has any."""
+    best: tuple[Attach, int] | None = None
+    for attach, ledger in others:
+        if attach is asking or not attach.data_address or attach.image_format != asking.image_format:
+            continue
+        count = ledger.find_run(block_hashes, first, end)
+        if count > (best[1] if best is not None else 0):
+            best = attach, count
+    return None if best is None else (ServingPeer(best[0], asking, pool_key, clock), best[1])
