@@ -159,6 +159,10 @@ class DiskFrames:
                 what = f"{folder} cannot be used: {error.strerror or error}; name another folder, or leave it out"
                 raise InvalidConfig(FieldViolation(FOLDER_FLAG, what)) from error
             undo.pop_all()
+        if hasattr(os, "posix_fadvise"):
+            # Whole images are read, each when it is ordered. On a device that reads 8 MiB ahead, those of frames in a
+            # row took four times the processor's time of frames at random; with this advice they take the same.
+            os.posix_fadvise(files[0], 0, 0, os.POSIX_FADV_RANDOM)
         return DiskFrames(folder, files, num_frames, image_bytes, head, checksum)
 
     @property
