@@ -13,15 +13,28 @@ _CGROUP_MEMORY: Final = (
 )
 
 
+# Of the statistics beside the use, what is kept of files. The system drops that when a process asks for memory.
+_OF_FILES: Final = ("active_file", "inactive_file")
+
+
 def available_bytes() -> int:
-    """Return the memory that processes can still take; a container's limit counts."""
+    """Return the memory that processes can still take; a container's limit counts, what is kept of files does not."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
     for limit, used in _CGROUP_MEMORY:
         if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-            available = min(available, max(0, int(most) - int(used.read_text())))
+            taken = int(used.read_text()) - _bytes_of_files(used.with_name("memory.stat"))
+            available = min(available, max(0, int(most) - taken))
     return available
+
+
+def _bytes_of_files(statistics: Path) -> int:
+    """Return what a container keeps of files; `total_` are the figures of the first version, with those below it."""
+    if not statistics.is_file():
+        return 0
+    found = dict(line.split() for line in statistics.read_text().splitlines())
+    return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in _OF_FILES)
 
 
 def total_bytes() -> int:
