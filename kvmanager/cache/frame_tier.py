@@ -6,7 +6,8 @@ block again:
     cached --evicted--> stored into a frame        a frame --loaded--> in use, and the frame keeps its content
 
 The worker makes these copies in the order in which it was told, before the rows of its next step. So a frame holds its
-content from the order on, for everything that is ordered later. A move (`ledger/moves.py`) may fail and takes longer:
+content from the order on, for everything that is ordered later. A transfer takes longer, and may fail
+(`kvmanager/ledger/transfers.py`):
 
     free --expect--> expected --admit--> cached              expected --abandon--> free
 
