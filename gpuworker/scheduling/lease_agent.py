@@ -69,7 +69,7 @@ class LeaseAgent:
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
         self._frames = FrameClaims(config.host_frames)
-        self._transfers = TransferBook(config.disk_frames)
+        self._transfers = TransferBook(config.disk_frames, config.serves_peers)
         if config.serves_peers:
             self._blocks.content, self._frames.held = ClaimsByHash(), ClaimsByHash()
         # A transfer waits for copies that no step has run yet.

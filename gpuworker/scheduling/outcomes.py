@@ -40,7 +40,7 @@ class AgentConfig:
     disk_frames: int = 0
     """Blocks that the disk cache keeps beside both."""
     serves_peers: bool = False
-    """Whether other workers fetch blocks from this one."""
+    """Whether other workers fetch blocks from this one, and it from them."""
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

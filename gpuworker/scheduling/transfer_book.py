@@ -28,8 +28,8 @@ from gpuworker.scheduling.frame_claims import FrameClaims
 class TransferBook:
     """Transfers of the present session, and the contents of frames on disk, which outlive sessions."""
 
-    def __init__(self, disk_frames: int) -> None:
-        self.disk_frames = disk_frames
+    def __init__(self, disk_frames: int, has_peers: bool = False) -> None:
+        self.disk_frames, self.has_peers = disk_frames, has_peers
         self.saved: dict[FrameId, Content] = {}
         self.open: dict[int, Move] = {}
         # Fetches that are to be read, and saves whose image is to be taken, in the order in which they were ordered.
@@ -46,6 +46,8 @@ class TransferBook:
         sizes = {Medium.BLOCK: num_blocks, Medium.HOST: host_frames, Medium.DISK: self.disk_frames}
         filled = set() if anew else {each.target for each in self.open.values()}
         for each in moves:
+            if each.peer is not None and not self.has_peers:
+                raise ProtocolViolation(f"transfer {each.id} comes from a peer; this worker asks none")
             for place in (each.target,) if each.peer is not None else (each.source, each.target):
                 if not 0 <= place.index < sizes[place.medium]:
                     what = f"{place.medium.name.lower()} {place.index}; there are {sizes[place.medium]}"

@@ -58,7 +58,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
 
 def _copy_state(old: LedgerState) -> LedgerState:
     new = LedgerState.__new__(LedgerState)
-    new.config, new.clock = old.config, old.clock
+    new.config, new.clock, new.peers = old.config, old.clock, old.peers
     new.decisions, new.totals = _copy_decisions(old.decisions), old.totals.clone()
     new.store, new.sequences = _copy_store(old.store, old.clock), _copy_sequences(old.sequences)
     reservation = old.admission.reservation
