@@ -87,12 +87,13 @@ class Sequence:
     forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
     the queue. Where the pool has groups, `block_table` is that of the first one, whose blocks have `block_pages` pages,
     and `runs` has those of the others. A sequence has `awaited` a checkpoint if it waits or has waited for one since it
-    joined the queue, and has a `fetch` if it so waits for transfers. One that `has_tail` was given one with its block
-    table.
+    joined the queue, and has a `fetch` if it so waits for transfers; `asked_peers` says whether peers were looked at.
+    One that `has_tail` was given one with its block table.
     """
 
     __slots__ = (
         "arrival",
+        "asked_peers",
         "awaited",
         "block_hashes",
         "block_pages",
@@ -184,7 +185,7 @@ class Sequence:
         self.trimmed = 0
         self.computed = self.started_at = 0
         self.preemptions = self.outranked = 0
-        self.recompute = self.by_age = self.gave_up = self.awaited = self.has_tail = False
+        self.recompute = self.by_age = self.gave_up = self.awaited = self.asked_peers = self.has_tail = False
 
     @property
     def name(self) -> str:

@@ -96,7 +96,7 @@ def _find_awaited_place(state: LedgerState, sequence: Sequence) -> int | None:
 
 def _is_to_wait(state: LedgerState, sequence: Sequence) -> bool:
     """Return whether a sequence that could pass is to wait for a checkpoint, or for the disk, once it has its turn."""
-    if state.store.tier is not None and transfers.find_fetch(state, sequence) is not None:
+    if state.store.tier is not None and transfers.find_fetch(state, sequence, from_peers=False) is not None:
         return True
     return state.store.states is not None and _find_awaited_place(state, sequence) is not None
 

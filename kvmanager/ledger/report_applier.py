@@ -155,7 +155,8 @@ def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, 
         release_block_table(state, sequence)
         sequence.num_tokens = num_tokens
         sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
-        sequence.recompute, sequence.awaited, sequence.fetch, sequence.computed = True, False, None, 0
+        sequence.recompute, sequence.awaited, sequence.computed = True, False, 0
+        sequence.fetch, sequence.asked_peers = None, False
         sequence.preemptions += 1
         sequence.queued_at = state.clock.monotonic()
         state.totals.preemptions += 1

@@ -49,6 +49,7 @@ def fetch_pays(costs: MoveCosts | None, blocks: int, from_peer: bool = False) ->
 def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     """Let a sequence leave the queue for blocks of its prompt that can be fetched; return whether it does."""
     run = find_fetch(state, sequence)
+    sequence.asked_peers = True
     if run is None or state.store.tier is None:
         return False
     tier, behind = state.store.tier, run.behind
@@ -87,12 +88,15 @@ _FETCHING: Final = FrameId(-1)
 _AT_PEER: Final = FrameId(-2)
 
 
-def find_fetch(state: LedgerState, sequence: Sequence) -> FetchRun | None:
-    """Return what a sequence would wait for; None: it has waited in this stay, there is nothing, or it does not pay."""
-    store = state.store
+def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) -> FetchRun | None:
+    """Return what a sequence would wait for; None: it has waited in this stay, there is nothing, or it does not pay.
+
+    Peers are looked at once a stay: there may be hundreds of them.
+    """
+    store, from_peers = state.store, from_peers and state.peers is not None and not sequence.asked_peers
     if store.tier is None or sequence.fetch is not None or not sequence.takes_hits:
         return None
-    if not (store.cache.saved or store.tier.expected or state.peers is not None):
+    if not (store.cache.saved or store.tier.expected or from_peers):
         return None
     if grant_plan.find_fork_parent(state.sequences, sequence) is not None:
         return None
@@ -103,7 +107,9 @@ def find_fetch(state: LedgerState, sequence: Sequence) -> FetchRun | None:
         return None
     behind, costs = list(found.frames[-1:]), state.worker.costs
     coming = _find_coming(state, store.tier, hashes, first, end)
-    own, other = _find_on_disk(state, hashes, first + coming, end), _find_at_peer(state, hashes, first + coming, end)
+    own, other = _find_on_disk(state, hashes, first + coming, end), _NO_PEER
+    if from_peers:
+        other = _find_at_peer(state, hashes, first + coming, end)
     frames, peer = list[FrameId](), None
     if own and len(own) >= len(other[1]) and fetch_pays(costs, len(own)):
         frames = own
@@ -157,6 +163,9 @@ def _find_at_peer(
     peer, count = found
     known = (place for place in range(count) if hashes[first + place] in store.tier.entries)
     return peer, [_AT_PEER] * next(known, count)
+
+
+_NO_PEER: Final[tuple[Peer | None, list[FrameId]]] = None, []
 
 
 def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:

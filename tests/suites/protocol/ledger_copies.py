@@ -228,5 +228,5 @@ def _sequence_key(each: Sequence) -> tuple[object, ...]:
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
         each.copy_source, each.computed, each.preemptions, tuple([tuple(run.table) for run in each.runs]),
-        each.awaited, each.has_tail, each.fetch and each.fetch.key(),
+        each.awaited, each.asked_peers, each.has_tail, each.fetch and each.fetch.key(),
     )  # fmt: skip
