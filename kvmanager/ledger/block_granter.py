@@ -39,6 +39,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         admission.blocked_by = "deferred"
         return copies, admits
     fresh, part = set[BlockId](), sequences.find_begun_prompt()
+    waiting = state.store.tier is not None or state.store.states is not None
     while sequences.queue:
         if len(admits) + waits == most:
             admission.blocked_by = "batch"
@@ -51,7 +52,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if sequences.admitted >= count_places(state, sequence):
             admission.blocked_by = "places"
             break
-        if _leaves_queue(state, sequence):
+        if waiting and _leaves_queue(state, sequence):
             waits += 1
             continue
         plan = grant_plan.plan_admission(state, sequence)
@@ -327,7 +328,7 @@ def grant_blocks(
         decision_id=grant_records.record_grant(state, sequence, plan, evicted, passes, part),
         runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
         pages=_further_pages(store, sequence) if store.blocks.others else (),
-        fetched=transfers.fetched_for(sequence, plan),
+        fetched=transfers.fetched_for(sequence, plan) if sequence.fetch is not None else None,
     )
 
 

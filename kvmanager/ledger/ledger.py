@@ -106,7 +106,7 @@ class Ledger:
         reset, tier = worker.resets.take_reset(), state.take_tier_copies() if state.tier_copies else ()
         if state.transfers.to_save:
             transfers.order_saves(state)
-        moves = state.transfers.take_orders() if state.transfers.has_orders else ()
+        moves = state.transfers.take_orders() if state.transfers.orders else ()
         if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset or tier or moves):
             return None
         worker.last_sent_target = target

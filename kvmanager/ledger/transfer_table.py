@@ -9,17 +9,17 @@ from common.contracts.types import BlockHash, SequenceId
 class TransferTable:
     """Open transfers by id, who waits for which, and the hashes that are to be saved, the first first.
 
-    `fetching` gives the transfer that brings a hash to host memory. `saves` counts those that go to disk. Once the disk
+    `orders` are for the next batch. `fetching` gives the transfer that brings a hash to host memory. `saves` counts those that go to disk. Once the disk
     is `closed`, nothing more is ordered.
     """
 
-    __slots__ = ("_last", "_orders", "closed", "fetching", "open", "saves", "to_save", "waiting")
+    __slots__ = ("_last", "orders", "closed", "fetching", "open", "saves", "to_save", "waiting")
 
     def __init__(self, after: TransferTable | None = None) -> None:
         """Ids go on behind those of the table `after`, in whose session nothing of it is known any more."""
         self._last: int = after._last if after is not None else 0
         self.closed: bool = after is not None and after.closed
-        self._orders: list[Move] = []
+        self.orders: list[Move] = []
         self.open: dict[int, Move] = {}
         self.fetching: dict[BlockHash, int] = {}
         self.waiting: dict[int, list[SequenceId]] = {}
@@ -32,7 +32,7 @@ class TransferTable:
 
     def order(self, move: Move) -> int:
         """Put a transfer into the next batch; return its id."""
-        self._orders.append(move)
+        self.orders.append(move)
         self.open[move.id] = move
         if move.saves:
             self.saves += 1
@@ -40,25 +40,21 @@ class TransferTable:
             self.fetching[move.hash] = move.id
         return move.id
 
-    @property
-    def has_orders(self) -> bool:
-        return bool(self._orders)
-
     def take_orders(self) -> tuple[Move, ...]:
         """Return the transfers for the next batch, in their order."""
-        taken, self._orders = tuple(self._orders), []
+        taken, self.orders = tuple(self.orders), []
         return taken
 
     def forget_saves(self) -> None:
         """Forget all saves: nothing is on disk any more."""
         self.open = {number: move for number, move in self.open.items() if not move.saves}
-        self._orders = [move for move in self._orders if not move.saves]
+        self.orders = [move for move in self.orders if not move.saves]
         self.to_save.clear()
         self.saves = 0
 
     def copy(self) -> TransferTable:
         twin = TransferTable(self)
-        twin._orders, twin.open, twin.fetching = self._orders.copy(), self.open.copy(), self.fetching.copy()
+        twin.orders, twin.open, twin.fetching = self.orders.copy(), self.open.copy(), self.fetching.copy()
         twin.waiting = {number: waiting.copy() for number, waiting in self.waiting.items()}
         twin.to_save, twin.saves = self.to_save.copy(), self.saves
         return twin
@@ -66,4 +62,4 @@ class TransferTable:
     def key(self) -> tuple[object, ...]:
         """Return what is open and who waits, hashable."""
         waiting = tuple((number, tuple(each)) for number, each in sorted(self.waiting.items()) if each)
-        return tuple(self.open.values()), tuple(self._orders), waiting, tuple(self.to_save), self.closed
+        return tuple(self.open.values()), tuple(self.orders), waiting, tuple(self.to_save), self.closed

@@ -203,11 +203,10 @@ def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: 
     return taken
 
 
-def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched | None:
-    """Return what a sequence that is admitted has waited for; None: for nothing."""
+def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched:
+    """Return what a sequence that is admitted, and has waited for a fetch, has got by it."""
     fetch = sequence.fetch
-    if fetch is None:
-        return None
+    assert fetch is not None, "only of one that has waited"
     return Fetched(min(fetch.landed, len(plan.frames)), fetch.blocks, fetch.seconds, fetch.source)
 
 
