@@ -292,9 +292,10 @@ def test_a_destination_that_takes_nothing_out_of_the_ring_is_put_out() -> None:
 
 
 def test_a_process_that_is_killed_leaves_no_ring_behind() -> None:
+    before = left_behind()
     with SourceProcess() as process, Destination(host_key=HOST) as destination:
         assert destination.fetched(process.port, hashes_of(3)) == [DONE] * 3
         assert destination.client.fetched() == {"shm": 3}
         process.signal(signal.SIGKILL)
         process.wait()
-        wait_until_gone(set())
+        wait_until_gone(before)
