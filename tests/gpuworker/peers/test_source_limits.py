@@ -15,7 +15,7 @@ import pytest
 from common.contracts.moves import MoveEnd
 from gpuworker.peers import wire
 from gpuworker.peers.channel import Channel, ChannelBroken
-from gpuworker.peers.server import PeerServer, ServerLimits
+from gpuworker.peers.server import PeerServer, ServerLimits, _Staging
 from gpuworker.peers.wire import Hello, PeerIdentity, Refusal
 from tests.support.gpuworker.peers import (
     DESTINATION,
@@ -82,7 +82,8 @@ def test_noise_of_any_kind_leaves_no_connection() -> None:
 
 @pytest.mark.parametrize("content", [b"", HELLO[:50], HELLO, HELLO + b"\1", HELLO + request_of(2)[:60]], ids=range(5))
 def test_a_stranger_that_says_too_little_is_put_out(content: bytes) -> None:
-    with serving(bounds=ServerLimits(hello_seconds=0.05)) as server, calling(server, content) as channel:
+    bounds = ServerLimits(hello_seconds=0.05, message_seconds=1000.0, idle_seconds=1000.0)
+    with serving(bounds=bounds) as server, calling(server, content) as channel:
         ended(channel)
 
 
@@ -175,15 +176,33 @@ def test_who_reads_a_little_at_a_time_is_put_out(caplog: pytest.LogCaptureFixtur
     def take_images(hashes: object, deliver: object) -> None:
         deliver([bytes(LARGE) for _ in hashes])  # type: ignore[operator, attr-defined]
 
-    # Each of 512 images comes within its time, and all of them together do not.
+    # Each of 64 images comes within its time, and all of them together do not.
     bounds = ServerLimits(send_seconds=0.5, send_bytes=1 << 40)
-    with serving(take_images, LARGE_SOURCE, bounds) as server, not_reading(server, LARGE_DESTINATION) as connected:
+    hello = wire.pack_hello(Hello(LARGE_DESTINATION, SOURCE.worker_id, SOURCE.incarnation))
+    with serving(take_images, LARGE_SOURCE, bounds) as server, calling(server, hello + request_of(64)) as channel:
         wait_until(server.connections, lambda found: found == (1, 0))
-        while server.connections() != (0, 0):
-            connected.recv(64 << 10)
-            time.sleep(0.005)
-        assert server.served().images["tcp"] < 512
-    assert "the connection of worker-d ended" in caplog.text
+        part, read = memoryview(bytearray(64 << 10)), 0
+        with suppress(ChannelBroken):
+            while read < 64 * LARGE:
+                channel.receive_into(part, PACE)
+                read += len(part)
+                time.sleep(0.005)
+        assert read < 64 * LARGE
+        wait_until(server.connections, lambda found: found == (0, 0))
+    assert "the connection of worker-d ended: " in caplog.text
+
+
+def test_images_that_wait_are_bounded_in_all_and_for_each_worker() -> None:
+    staging = _Staging(most=10, most_a_worker=6)
+    assert staging.reserve("a", 2, 9, seconds=0.0) == 3
+    with pytest.raises(ChannelBroken, match="others have all of the memory"):
+        staging.reserve("a", 1, 1, seconds=0.0)
+    assert staging.reserve("b", 3, 1, seconds=0.0) == 1
+    assert staging.reserve("b", 1, 9, seconds=0.0) == 1
+    with pytest.raises(ChannelBroken, match="others have all of the memory"):
+        staging.reserve("c", 1, 1, seconds=0.0)
+    staging.give_back("a", 6)
+    assert staging.reserve("c", 1, 9, seconds=0.0) == 6
 
 
 def test_who_reads_nothing_holds_up_no_other_worker() -> None:
