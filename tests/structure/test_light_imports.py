@@ -20,7 +20,13 @@ CONTROL_PLANE = [
 ]
 SIMULATED_WORKER = ["gpuworker.main", "gpuworker.plane.preflight", "gpuworker.simulated.plane"]
 CLIENT = ["cli.main", "cli.client", "cli.commands.status", "cli.commands.why", "cli.commands.keys"]
-ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker.attention.torch_backend"]
+ENGINE = [
+    "gpuworker.engine.engine",
+    "gpuworker.peers.client",
+    "gpuworker.peers.server",
+    "gpuworker.runner.model_runner",
+    "gpuworker.attention.torch_backend",
+]
 
 
 @pytest.mark.parametrize(
