@@ -378,9 +378,8 @@ MAX_OUTPUT_MESSAGE_BYTES: Final = 128 << 10
 
 # ------------------------------------------------------------ workers that fetch blocks from each other
 
-# Blocks of one request; bytes of a request.
+# Blocks of one request, of 16 bytes each.
 MAX_PEER_ITEMS: Final = 512
-MAX_PEER_REQUEST_BYTES: Final = 64 << 10
 # Bytes of the image of one block.
 MAX_PEER_IMAGE_BYTES: Final = 64 << 20
 # Connections that have shown a valid token, and those of them of one worker. Further ones are refused.

@@ -272,7 +272,7 @@ def pack_ring_reply(reply: RingReply) -> bytes:
 
 
 def client_body_bytes(head: bytes) -> int:
-    """Return the bytes behind the head of one of D's messages, at most MAX_PEER_REQUEST_BYTES. Raises WireError."""
+    """Return the bytes behind the head of one of D's messages, at most 8,216. Raises WireError."""
     kind, _, count, _ = _HEAD.unpack(head)
     if kind == ClientKind.REQUEST:
         if not 0 < count <= MAX_PEER_ITEMS:
