@@ -9,11 +9,11 @@ from common.contracts.types import BlockHash, SequenceId
 class TransferTable:
     """Open transfers by id, who waits for which, and the hashes that are to be saved, the first first.
 
-    `orders` are for the next batch. `fetching` gives the transfer that brings a hash to host memory. `saves` counts those that go to disk. Once the disk
-    is `closed`, nothing more is ordered.
+    `orders` are for the next batch. `fetching` gives the transfer that brings a hash to host memory. `saves` counts
+    those that go to disk. Once the disk is `closed`, nothing more is ordered.
     """
 
-    __slots__ = ("_last", "orders", "closed", "fetching", "open", "saves", "to_save", "waiting")
+    __slots__ = ("_last", "closed", "fetching", "open", "orders", "saves", "to_save", "waiting")
 
     def __init__(self, after: TransferTable | None = None) -> None:
         """Ids go on behind those of the table `after`, in whose session nothing of it is known any more."""
