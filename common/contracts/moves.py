@@ -89,12 +89,13 @@ class MoveEnd(IntEnum):
 class MoveCosts:
     """What a block costs W at present, in seconds: to compute it in a prompt, to read it from disk, from a peer.
 
-    0: not known.
+    A fetch from a peer takes `peer_setup` more. 0: not known.
     """
 
     compute: float
     read: float
     peer: float = 0.0
+    peer_setup: float = 0.0
 
 
 FROM_DISK: Final = "disk"

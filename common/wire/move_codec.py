@@ -106,6 +106,7 @@ def pack_report(report: Report, message: kvmanager_pb2.Report) -> None:
         message.move_costs.compute_seconds = report.move_costs.compute
         message.move_costs.read_seconds = report.move_costs.read
         message.move_costs.peer_seconds = report.move_costs.peer
+        message.move_costs.peer_setup_seconds = report.move_costs.peer_setup
     if report.disk_closed:
         message.disk_closed = True
 
@@ -128,9 +129,8 @@ def fetched_from_proto(message: kvmanager_pb2.Fetched) -> Fetched:
 
 def costs_from_proto(message: kvmanager_pb2.MoveCosts) -> MoveCosts:
     """Return the costs; what is no number of seconds counts as 0, not known."""
-    return MoveCosts(
-        *(_seconds(each) for each in (message.compute_seconds, message.read_seconds, message.peer_seconds))
-    )
+    found = message.compute_seconds, message.read_seconds, message.peer_seconds, message.peer_setup_seconds
+    return MoveCosts(*map(_seconds, found))
 
 
 def _seconds(value: float) -> float:

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from common.contracts.clock import Clock
 from common.contracts.moves import Move, MoveCosts, MoveEnd, PeerSource
+from gpuworker.engine.fetch_costs import FetchCosts
 from gpuworker.scheduling.image_moves import Image, ImageMover, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
@@ -22,8 +23,6 @@ _BYTES_A_TURN: Final = 4 << 20
 _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
-_SMOOTHING: Final = 0.2
-"""The share of the latest fetch in what a block from a peer takes."""
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
 
@@ -75,7 +74,7 @@ class Transfers:
         self._fetching: dict[PeerSource, tuple[int, int, float]] = {}
         self._landing: deque[tuple[Move, Image]] = deque()
         self._heard = 0.0  # when a read of the disk has ended or begun last
-        self._peer_seconds = 0.0
+        self._peer_costs = FetchCosts()
         self._costs = MoveCosts(0.0, 0.0)
         self._reset, self._closed = reset, False
 
@@ -139,7 +138,8 @@ class Transfers:
     def _fetch(self, peer: PeerSource, moves: list[Move]) -> None:
         assert self._peers is not None
         self._fetching[peer] = len(moves), len(moves), self._clock.monotonic()
-        self._peers.fetch(peer, moves, max(_LEAST_PATIENCE, _PATIENCE * self._peer_seconds * len(moves)))
+        forecast = self._peer_costs.setup + self._peer_costs.per_block * len(moves)
+        self._peers.fetch(peer, moves, max(_LEAST_PATIENCE, _PATIENCE * forecast))
 
     def _gather(self, agent: LeaseAgent) -> bool:
         ended = [*(self._mover.poll() if self._mover is not None else ())]
@@ -160,14 +160,13 @@ class Transfers:
         return bool(ended)
 
     def _note_fetched(self, peer: PeerSource) -> None:
-        """Count a block of a fetch that has ended; the last one says what a block has taken."""
+        """Count a block of a fetch that has ended; the last one says what the fetch has taken."""
         count, left, began = self._fetching[peer]
         if left > 1:
             self._fetching[peer] = count, left - 1, began
             return
         del self._fetching[peer]
-        took = (self._clock.monotonic() - began) / count
-        self._peer_seconds += (took - self._peer_seconds) * (_SMOOTHING if self._peer_seconds else 1.0)
+        self._peer_costs.learn(count, self._clock.monotonic() - began)
 
     def _give_up(self, agent: LeaseAgent) -> None:
         """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
@@ -191,7 +190,7 @@ class Transfers:
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
-        costs = MoveCosts(compute, self._read_seconds, self._peer_seconds)
+        costs = MoveCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
         if any(map(_differs, astuple(costs), astuple(self._costs))):
             self._costs = costs
             agent.note_costs(costs)

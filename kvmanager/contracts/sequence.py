@@ -14,13 +14,15 @@ from kvmanager.contracts.block import Blocks
 class Fetch:
     """What a sequence waited for in its stay in the queue: transfers that are `open`, and how many `blocks` in all.
 
-    `landed` of them came from `source`. It began at `began`, a reading of Clock.monotonic, and took `seconds`.
+    `landed` of them came from `source`. It began at `began`, a reading of Clock.monotonic, and took `seconds`, where
+    `forecast` was expected (0: nothing was known).
     """
 
     open: set[int]
     blocks: int
     began: float
     source: str
+    forecast: float = 0.0
     landed: int = 0
     seconds: float = 0.0
 

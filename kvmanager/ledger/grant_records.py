@@ -117,6 +117,7 @@ def record_grant(
         **({"host_blocks": float(len(plan.frames))} if plan.frames else {}),
         **({"fetched_blocks": float(sequence.fetch.landed)} if sequence.fetch is not None else {}),
         **({"fetch_seconds": sequence.fetch.seconds} if sequence.fetch is not None else {}),
+        **({"fetch_predicted": sequence.fetch.forecast} if sequence.fetch is not None else {}),
         **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
         **({"tails": 1.0} if plan.tail else {}),
     }

@@ -35,12 +35,17 @@ MARGIN: Final = 0.9
 """A fetch must take less than this share of the time that computing would take."""
 
 
+def fetch_seconds(costs: MoveCosts | None, blocks: int, from_peer: bool = False) -> float:
+    """Return what fetching so many blocks is expected to take; 0: not known."""
+    if costs is None:
+        return 0.0
+    return costs.peer_setup + costs.peer * blocks if from_peer else costs.read * blocks
+
+
 def fetch_pays(costs: MoveCosts | None, blocks: int, from_peer: bool = False) -> bool:
     """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown."""
-    if costs is None:
-        return True
-    fetch = costs.peer if from_peer else costs.read
-    return not costs.compute or not fetch or fetch * blocks < MARGIN * costs.compute * blocks
+    fetch = fetch_seconds(costs, blocks, from_peer)
+    return costs is None or not costs.compute or not fetch or fetch < MARGIN * costs.compute * blocks
 
 
 # ------------------------------------------------------------ fetches
@@ -61,7 +66,8 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     if not awaited:
         return False
     source = run.peer.worker_id if run.peer is not None else FROM_DISK
-    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source)
+    forecast = fetch_seconds(state.worker.costs, len(awaited), run.peer is not None)
+    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, forecast)
     for number in awaited:
         state.transfers.waiting.setdefault(number, []).append(sequence.id)
     state.sequences.fetching[sequence.id] = None

@@ -118,7 +118,7 @@ reports = st.builds(
     bind_pages=tuples_of(blocks),
     trim_groups=tuples_of(st.integers(0, 255)),
     moved=tuples_of(st.tuples(u64, st.sampled_from(moves.MoveEnd))),
-    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds, seconds),
+    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds, seconds, seconds),
     disk_closed=st.booleans(),
 )
 

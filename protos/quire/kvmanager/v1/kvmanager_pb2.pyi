@@ -699,20 +699,23 @@ class MoveCosts(_message.Message):
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     READ_SECONDS_FIELD_NUMBER: _builtins.int
     PEER_SECONDS_FIELD_NUMBER: _builtins.int
+    PEER_SETUP_SECONDS_FIELD_NUMBER: _builtins.int
     compute_seconds: _builtins.float
     read_seconds: _builtins.float
     peer_seconds: _builtins.float
-    """To fetch it from another worker."""
+    """To fetch it from another worker, and what each such fetch takes beside its blocks."""
+    peer_setup_seconds: _builtins.float
     def __init__(
         self,
         *,
         compute_seconds: _builtins.float = ...,
         read_seconds: _builtins.float = ...,
         peer_seconds: _builtins.float = ...,
+        peer_setup_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "peer_seconds", b"peer_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "peer_seconds", b"peer_seconds", "peer_setup_seconds", b"peer_setup_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
