@@ -30,9 +30,9 @@ def saved(tokens: list[int], *frames: int) -> tuple[CachedBlock, ...]:
     return tuple(CachedBlock(BlockId(at), keys[n], -1, 0, keys[max(0, n - 1)], n) for n, at in enumerate(frames))
 
 
-def with_saved(*claims: tuple[CachedBlock, ...], **sizes: int) -> Ledger:
+def with_saved(*claims: tuple[CachedBlock, ...], blocks: int = 12, frames: int = 8, disk: int = 8) -> Ledger:
     """Return a ledger of a worker that has just started, with this on its disk."""
-    made = made_ledger(**sizes)
+    made = made_ledger(blocks, frames, disk)
     made.rebuild(Inventory(saved=tuple(each for some in claims for each in some)))
     made.check_invariants()
     return made
