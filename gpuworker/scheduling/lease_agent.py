@@ -163,7 +163,7 @@ class LeaseAgent:
         if batch.reset:
             self._reset_cache(batch.reset)
         if batch.moves:
-            self._transfers.apply(batch.moves, self._frames)
+            self._order_transfers(batch.moves)
         planned = self._next_step - 1
         preempting = tuple([order for order in batch.preempt if self._departures.preempt(order.sequence, planned)])
         for sequence in batch.cancel:
@@ -292,7 +292,7 @@ class LeaseAgent:
     @property
     def disk_frames(self) -> int:
         """Blocks that the disk keeps; 0 once it is given up."""
-        return self._transfers.disk_frames
+        return 0 if self._transfers.closed else self._transfers.disk_frames
 
     def restore_saved(self, claims: Iterable[CachedBlock], reset: int) -> None:
         """Take over, before the first session, what the disk has, and the id of the reset that it has carried out."""
@@ -303,6 +303,15 @@ class LeaseAgent:
     def saved_claims(self) -> tuple[CachedBlock, ...]:
         """What the disk has, for an agent that follows this one."""
         return self._transfers.claims()
+
+    def _order_transfers(self, moves: Items[Move]) -> None:
+        self._transfers.apply(moves, self._frames)
+        self._fail_transfers()
+
+    def _fail_transfers(self) -> None:
+        """End what is ordered of a disk that was given up."""
+        for move in self._transfers.take_failed():
+            self.end_transfer(move, MoveEnd.FAILED)
 
     def take_reads(self) -> list[Move]:
         """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers."""
@@ -346,12 +355,9 @@ class LeaseAgent:
             self._report.moved(move.id, end, urgent=not move.saves)
 
     def close_disk(self) -> None:
-        """Give up the disk: every transfer fails, and no frame on it holds anything."""
-        for move in [*self._transfers.open.values()]:
-            self.end_transfer(move, MoveEnd.FAILED)
-        self._transfers.void()
-        self._transfers.forget_saved()
-        self._transfers.disk_frames = 0
+        """Give up the disk: every transfer of it fails, and no frame on it holds anything."""
+        self._transfers.close_disk()
+        self._fail_transfers()
         self._report.disk_closed()
 
     def note_costs(self, costs: MoveCosts) -> None:

@@ -30,6 +30,8 @@ class TransferBook:
 
     def __init__(self, disk_frames: int, has_peers: bool = False) -> None:
         self.disk_frames, self.has_peers = disk_frames, has_peers
+        # Whether the disk is given up: the manager may order something before it hears of that.
+        self.closed = False
         self.saved: dict[FrameId, Content] = {}
         self.open: dict[int, Move] = {}
         # Fetches that are to be read, and saves whose image is to be taken, in the order in which they were ordered.
@@ -130,6 +132,19 @@ class TransferBook:
     def forget_saved(self) -> None:
         """Forget what is on disk: the cache was reset, or the disk is given up."""
         self.saved.clear()
+
+    def close_disk(self) -> None:
+        """Give up the disk. What is ordered of it from now on is to fail."""
+        self.closed = True
+        self.forget_saved()
+
+    def take_failed(self) -> list[Move]:
+        """Return what is open of a disk that was given up; nothing of it is begun any more."""
+        if not self.closed:
+            return []
+        self._to_read = [move for move in self._to_read if move.peer is not None]
+        self._to_take.clear()
+        return [move for move in self.open.values() if move.peer is None]
 
     def restore(self, claims: Iterable[CachedBlock]) -> None:
         """Take over what frames on disk hold from an earlier process."""

@@ -317,8 +317,10 @@ def test_a_disk_that_is_given_up_fails_what_is_open_and_is_attached_as_none() ->
     assert (report.moved, report.disk_closed) == (((1, FAILED), (2, FAILED)), True)
     assert (made.agent.disk_frames, claims(made)) == (0, {})
     made.agent.attached(0)
-    again = made.agent.take_report()
-    assert again is None or not again.disk_closed
+    give(made, fetch(3, 1, 3), save(4, block(0), 2))  # the manager had not heard of it
+    assert (made.agent.take_reads(), made.agent.take_saves(9)) == ([], [])
+    again = taken(made)
+    assert (again.moved, again.disk_closed) == (((3, FAILED), (4, FAILED)), False)
 
 
 def test_costs_are_reported_when_they_change() -> None:

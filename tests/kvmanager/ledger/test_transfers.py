@@ -450,6 +450,16 @@ def test_a_save_that_ends_when_the_disk_is_given_up_changes_nothing() -> None:
     assert on_disk(made) == {}
 
 
+def test_a_fetch_that_was_ordered_before_the_disk_was_given_up_fails_behind_it() -> None:
+    made = with_saved(saved(FIRST, 0, 1, 2, 3))
+    play(made, reserve=(reserve(0, FIRST),))
+    assert play(made, disk_closed=True) is None
+    assert waiting(made) == [0]
+    batch = end(made, 1, 2, 3, 4, by=FAILED)
+    assert batch is not None
+    assert [(each.sequence, each.n_shared) for each in batch.admit] == [(0, 0)]
+
+
 def test_ends_of_transfers_that_nobody_knows_change_nothing() -> None:
     made = with_saved(saved(FIRST, 0, 1, 2, 3))
     play(made)

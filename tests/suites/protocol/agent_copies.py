@@ -71,7 +71,7 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
 
 def _copy_transfers(old: TransferBook) -> TransferBook:
     twin = TransferBook(old.disk_frames, old.has_peers)
-    twin.saved, twin.open = old.saved.copy(), old.open.copy()
+    twin.saved, twin.open, twin.closed = old.saved.copy(), old.open.copy(), old.closed
     twin._to_read, twin._to_take = old._to_read.copy(), old._to_take.copy()
     return twin
 
