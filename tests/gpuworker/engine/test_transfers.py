@@ -1,0 +1,305 @@
+"""The engine's part of transfers: what a turn takes and lands, what is late, resets, and a disk that is given up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from common.contracts.clock import ManualClock
+from common.contracts.lease import CachedBlock, GrantBatch, Report, TierCopy
+from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.types import BlockHash, BlockId, FrameId
+from gpuworker.engine.transfers import Transfers
+from gpuworker.scheduling.image_moves import Image, MovedImage
+from tests.support.gpuworker.agent_harness import Driver, keys, report_of
+
+SIZE, BLOCKS = 4, 20
+TOKENS = list(range(SIZE * BLOCKS + 1))
+HASHES = keys(TOKENS, SIZE)
+MIB = 1 << 20
+DONE, STALE, CORRUPT, FAILED, LATE = MoveEnd
+
+
+class Mover:
+    """Ends what it is told to end, in the order in which the test says so."""
+
+    def __init__(self) -> None:
+        self.usable, self.read_seconds = True, 0.0
+        self.started: list[tuple[Move, Image | None]] = []
+        self.ended: list[MovedImage] = []
+        self.calls: list[str] = []
+
+    def start(self, move: Move, image: Image | None = None) -> None:
+        self.started.append((move, image))
+
+    def poll(self) -> list[MovedImage]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def clear(self, reset: int) -> None:
+        self.calls.append(f"clear {reset}")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def end(self, move: Move, end: MoveEnd = DONE) -> None:
+        image = f"image {move.id}".encode() if end is DONE and not move.saves else None
+        self.ended.append(MovedImage(move, image, end, 0.01))
+
+
+class Images:
+    """Remembers what was taken and landed."""
+
+    def __init__(self) -> None:
+        self.taken: list[Place] = []
+        self.landed: list[tuple[FrameId, Image]] = []
+
+    def take(self, place: Place) -> Image:
+        self.taken.append(place)
+        return f"{place.medium.name} {place.index}".encode()
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        self.landed.append((frame, image))
+
+
+class Side:
+    """A worker whose blocks 0 to 19 hold a prompt, and its transfers with images of 1 MiB: four a turn."""
+
+    def __init__(self, image_bytes: int = MIB, reset: int = 0) -> None:
+        self.clock, self.mover, self.images = ManualClock(100.0), Mover(), Images()
+        self.driver = Driver(24, SIZE, host_frames=BLOCKS, disk_frames=BLOCKS)
+        self.agent = self.driver.agent
+        self.agent.restore_saved((), reset)
+        self.transfers = Transfers(self.mover, self.images, image_bytes, reset, self.clock)
+        self.driver.submit(0, TOKENS, max_tokens=4)
+        self.driver.admit(0, list(range(BLOCKS + 1)))
+        self.driver.step()
+        self.report()
+
+    def report(self) -> Report:
+        return report_of(self.driver)
+
+    def give(self, *moves: Move, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
+        self.agent.apply_grant(GrantBatch(0, tier=tier, reset=reset, moves=moves))
+
+    def turn(self, compute: float = 0.0) -> bool:
+        return self.transfers.turn(self.agent, compute)
+
+    def started(self) -> list[int]:
+        return [move.id for move, _ in self.mover.started]
+
+    def landed(self) -> list[int]:
+        return [frame for frame, _ in self.images.landed]
+
+
+def save(number: int) -> Move:
+    """Return the save of block `number`, with that id, into that frame."""
+    ends = Place(Medium.BLOCK, BlockId(number)), Place(Medium.DISK, FrameId(number))
+    return Move(number, HASHES[number], _parent(number), number, *ends)
+
+
+def fetch(number: int) -> Move:
+    """Return the fetch of what frame `number` on disk has, with that id, into that frame of host memory."""
+    ends = Place(Medium.DISK, FrameId(number)), Place(Medium.HOST, FrameId(number))
+    return Move(number, HASHES[number], _parent(number), number, *ends)
+
+
+def _parent(number: int) -> BlockHash:
+    return HASHES[number - 1] if number else BlockHash(b"")
+
+
+def test_a_turn_takes_images_of_four_mebibytes() -> None:
+    side = Side()
+    side.give(*map(save, range(10)))
+    assert side.turn()
+    assert side.mover.started == [(save(n), f"BLOCK {n}".encode()) for n in range(4)]
+    assert [side.turn(), side.turn(), side.turn()] == [True, True, False]
+    assert side.started() == list(range(10))
+    assert [place.index for place in side.images.taken] == list(range(10)), "each once"
+
+
+@pytest.mark.parametrize(("image_bytes", "a_turn"), [(3 * MIB, 1), (64 * MIB, 1), (0, 10), (MIB // 2, 8)])
+def test_one_image_at_least_is_taken_and_landed_a_turn(image_bytes: int, a_turn: int) -> None:
+    side = Side(image_bytes)
+    side.give(*map(save, range(10)))
+    side.turn()
+    assert len(side.images.taken) == a_turn
+    other = Side(image_bytes)
+    other.give(*map(fetch, range(10)))
+    other.turn()
+    assert other.started() == list(range(10)), "reading takes the engine no time"
+    for move, _ in other.mover.started:
+        other.mover.end(move)
+    other.turn()
+    assert len(other.landed()) == a_turn
+
+
+def test_what_was_read_lands_in_its_order_and_is_reported_at_once() -> None:
+    side = Side()
+    moves = [fetch(n) for n in range(6)]
+    side.give(*moves)
+    side.turn()
+    for number in (3, 0, 1, 2, 5, 4):
+        side.mover.end(moves[number])
+    assert side.turn()
+    assert side.images.landed == [(n, f"image {n}".encode()) for n in (3, 0, 1, 2)]
+    assert side.report().moved == tuple((n, DONE) for n in (3, 0, 1, 2))
+    assert side.turn()
+    assert side.landed() == [3, 0, 1, 2, 5, 4]
+    assert not side.turn()
+
+
+def test_a_landing_waits_for_its_copy_and_those_behind_it_wait_too() -> None:
+    side = Side()
+    first, second = fetch(0), fetch(1)
+    side.give(first, second, tier=(TierCopy(BlockId(3), FrameId(0)),))
+    side.turn()
+    side.mover.end(first)
+    side.mover.end(second)
+    side.turn()
+    assert side.landed() == []
+    plan = side.driver.plan()
+    assert not side.turn()
+    side.driver.complete(plan)
+    assert side.turn()
+    assert side.landed() == [0, 1]
+
+
+def test_ends_of_saves_and_failures_are_reported_as_they_are() -> None:
+    side = Side()
+    saves, fetches = [save(n) for n in range(3)], [fetch(n) for n in range(10, 12)]
+    side.give(*saves, *fetches)
+    side.turn()
+    for move, end in zip([*saves, *fetches], (DONE, FAILED, DONE, CORRUPT, FAILED), strict=True):
+        side.mover.end(move, end)
+    side.turn()
+    assert side.report().moved == ((0, DONE), (1, FAILED), (2, DONE), (10, CORRUPT), (11, FAILED))
+    assert [each.block for each in side.agent.inventory().saved] == [0, 2]
+
+
+# ---------------------------------------------------------------- late fetches
+
+
+def test_a_fetch_that_takes_half_a_second_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    side = Side()
+    moves = [fetch(0), fetch(1)]
+    assert side.transfers.patience is None, "nothing is to come"
+    side.give(*moves)
+    side.turn()
+    assert side.transfers.patience == 0.5
+    side.clock.advance(0.5)
+    assert not side.turn()
+    assert side.transfers.patience == 0.0
+    side.clock.advance(0.01)
+    with caplog.at_level(logging.WARNING):
+        assert side.turn()
+    assert "the disk gave nothing for 0.5 s; 2 blocks are computed instead" in caplog.text
+    assert side.report().moved == ((0, LATE), (1, LATE))
+    assert side.transfers.patience is None
+    side.mover.end(moves[0])
+    side.mover.end(moves[1], CORRUPT)
+    side.turn()
+    assert side.landed() == [], "what comes later is dropped"
+
+
+def test_each_end_renews_patience_and_slow_disks_get_four_times_what_they_take() -> None:
+    side = Side()
+    moves = [fetch(n) for n in range(4)]
+    side.give(*moves)
+    side.turn()
+    side.clock.advance(0.4)
+    side.mover.read_seconds = 0.2
+    side.mover.end(moves[0])
+    side.turn()
+    assert side.transfers.patience == pytest.approx(4 * 0.2 * 3)
+    side.clock.advance(2.3)
+    side.turn()
+    assert side.report().moved == ((0, DONE),)
+    side.clock.advance(0.2)
+    side.turn()
+    assert side.report().moved == ((1, LATE), (2, LATE), (3, LATE))
+
+
+def test_patience_begins_with_the_first_fetch_behind_a_pause() -> None:
+    side = Side()
+    side.give(fetch(0))
+    side.turn()
+    side.mover.end(side.mover.started[0][0])
+    side.turn()
+    side.clock.advance(60.0)
+    side.give(fetch(1))
+    side.turn()
+    assert side.transfers.patience == 0.5
+
+
+# ---------------------------------------------------------------- sessions, resets, the end of the disk
+
+
+def test_a_reset_is_carried_out_on_disk_before_it_is_reported() -> None:
+    side = Side(reset=3)
+    side.turn()
+    assert side.mover.calls == [], "the disk has carried that out"
+    late = fetch(0)
+    side.give(late)
+    side.turn()
+    side.mover.end(late)
+    side.give(save(1), reset=4)
+    side.turn()
+    assert side.mover.calls == ["clear 4"]
+    assert side.landed() == [], "it was void"
+    assert side.started() == [0, 1], "what was ordered behind the reset counts"
+    assert side.report().reset == 4
+    side.turn()
+    assert side.mover.calls == ["clear 4"]
+
+
+def test_an_image_that_was_read_before_a_break_is_dropped() -> None:
+    side = Side()
+    old, new = fetch(0), fetch(0)
+    side.give(old)
+    side.turn()
+    side.mover.end(old)
+    side.agent.inventory()
+    side.agent.attached(0)
+    side.give(new)
+    side.turn()
+    assert side.landed() == []
+    side.mover.end(new)
+    side.turn()
+    assert side.landed() == [0]
+    assert side.report().moved == ((0, DONE),)
+
+
+def test_a_disk_that_is_not_usable_is_given_up_once() -> None:
+    side = Side()
+    side.agent.restore_saved([CachedBlock(FrameId(7), HASHES[0], -1, 0, HASHES[0], 0)], reset=0)
+    moves = [fetch(0), save(1)]
+    side.give(*moves)
+    side.turn()
+    side.mover.usable = False
+    side.turn()
+    report = side.report()
+    assert (report.moved, report.disk_closed) == (((0, FAILED), (1, FAILED)), True)
+    assert side.transfers.patience is None
+    assert side.agent.disk_frames == 0
+    side.turn()
+    taken = side.agent.take_report()
+    assert taken is None or not taken.disk_closed
+
+
+def test_costs_are_told_when_they_have_changed_by_a_quarter() -> None:
+    side = Side()
+    told = []
+    for number, (compute, read) in enumerate([(1.0, 0.4), (1.2, 0.49), (1.2, 0.51), (1.6, 0.51), (1.6, 0.4)], start=1):
+        side.mover.read_seconds = read
+        side.turn(compute)
+        side.driver.submit(number, [1, 2, 3])  # costs alone are worth no report
+        told.append(side.report().move_costs)
+    assert told == [MoveCosts(1.0, 0.4), None, MoveCosts(1.2, 0.51), MoveCosts(1.6, 0.51), None]
+
+
+def test_the_mover_is_closed_with_the_engine() -> None:
+    side = Side()
+    side.transfers.close()
+    assert side.mover.calls == ["close"]
