@@ -71,7 +71,7 @@ class Side:
         self.driver = Driver(24, SIZE, host_frames=BLOCKS, disk_frames=BLOCKS)
         self.agent = self.driver.agent
         self.agent.restore_saved((), reset)
-        self.transfers = Transfers(self.mover, self.images, image_bytes, reset, self.clock)
+        self.transfers = Transfers(self.images, image_bytes, self.clock, self.mover, reset=reset)
         self.driver.submit(0, TOKENS, max_tokens=4)
         self.driver.admit(0, list(range(BLOCKS + 1)))
         self.driver.step()
