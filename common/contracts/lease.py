@@ -116,6 +116,7 @@ PARTIAL_REASON: Final = "partial block: "
 FETCH_REASON: Final = "fetched: "
 """Begins the reason of a grant that says how many of the cached blocks came from disk, and how long that took."""
 HOST_REASON: Final = "host memory: "
+DISK_REASON: Final = "disk: "
 """Begins the reason of a grant that says how many of the cached blocks are loaded from frames of the host tier."""
 LAST_BLOCK: Final = (1 << 31) - 1
 """The end of a range without an end."""

@@ -133,7 +133,8 @@ def _key(part: bytes) -> int:
 class PrefixMatch:
     """The blocks of a prompt that need not be computed, why there are no more, and the first that was never seen.
 
-    With UNRESUMABLE, `diverged_at` counts the leading blocks whose K and V are there.
+    With UNRESUMABLE, `diverged_at` counts the leading blocks whose K and V are there; with UNFETCHED those that are
+    there or on disk.
     `evicted_for` names the sequence that needed the room of the first evicted block, `retention` says what had become
     of that block's retention, if it had any.
     """
@@ -295,6 +296,9 @@ class PrefixCache:
         """Return the match of a prompt whose full block `present` was not found."""
         if not self._linked and self.has_block(block_hashes, present):
             return PrefixMatch(hits, MissReason.WINDOWED)
+        if block_hashes[present] in self.saved:
+            there = next((at for at in range(present, len(block_hashes)) if block_hashes[at] not in self.saved), None)
+            return PrefixMatch(hits, MissReason.UNFETCHED, len(block_hashes) if there is None else there)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
             return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])

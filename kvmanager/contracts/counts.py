@@ -15,11 +15,11 @@ class Totals:
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
     grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
     blocks that were copied into frames of the host tier, and out of them. Host drops are contents that left their frame
-    for others while nothing else had them. Disk stores and loads are blocks that transfers brought to disk and back,
-    peer loads those that came from peers, `disk_lost` contents that could not be read, with what was behind them, and
-    `unsaved` those for which no frame could be had. `fetches` counts sequences that waited for transfers,
-    `transfer_ends` transfers by how they ended. `broken_stalls` counts preemptions that were ordered because work stood
-    still.
+    for others while nothing else had them, `host_drops_saved` those that the disk alone had then. Disk stores and loads
+    are blocks that transfers brought to disk and back, peer loads those that came from peers, `disk_lost` contents that
+    could not be read, with what was behind them, and `unsaved` those for which no frame could be had. `fetches` counts
+    sequences that waited for transfers, `transfer_ends` transfers by how they ended. `broken_stalls` counts preemptions
+    that were ordered because work stood still.
     """
 
     preemptions: int = 0
@@ -27,6 +27,7 @@ class Totals:
     host_stores: int = 0
     host_loads: int = 0
     host_drops: int = 0
+    host_drops_saved: int = 0
     disk_stores: int = 0
     disk_loads: int = 0
     peer_loads: int = 0
@@ -83,7 +84,7 @@ class PoolCounts:
     `lacking` are those of the running sequences that can compute nothing before they get a block. Where the pool has
     groups, free, leased, used and cached blocks are counted in pages. Of the `host_frames` of the worker's host memory,
     `host_held` hold a block's content; so do `disk_held` of the `disk_frames`. `fetching` of the waiting sequences wait
-    for transfers.
+    for transfers. A disk that the worker has given up (`disk_closed`) has no frames.
     """
 
     num_blocks: int
@@ -108,3 +109,4 @@ class PoolCounts:
     disk_frames: int = 0
     disk_held: int = 0
     fetching: int = 0
+    disk_closed: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.contracts.lease import Reserve, blocks_needed, held_blocks
+from common.contracts.moves import MoveEnd
 from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
 
@@ -14,17 +15,28 @@ from kvmanager.contracts.block import Blocks
 class Fetch:
     """What a sequence waited for in its stay in the queue: transfers that are `open`, and how many `blocks` in all.
 
-    `landed` of them came from `source`. It began at `began`, a reading of Clock.monotonic, and took `seconds`, where
-    `forecast` was expected (0: nothing was known).
+    They are those of its prompt from place `first` on. `landed` of them came from `source`, the others `failed`: how
+    many in which way. It began at `began`, a reading of Clock.monotonic, and took `seconds`, where `forecast` was
+    expected (0: nothing was known).
     """
 
     open: set[int]
     blocks: int
     began: float
     source: str
+    first: int
     forecast: float = 0.0
     landed: int = 0
     seconds: float = 0.0
+    failed: dict[MoveEnd, int] = field(default_factory=dict)
+
+    def note_end(self, number: int, end: MoveEnd) -> None:
+        """Note that a transfer has ended."""
+        self.open.remove(number)
+        if end is MoveEnd.DONE:
+            self.landed += 1
+        else:
+            self.failed[end] = self.failed.get(end, 0) + 1
 
     def key(self) -> tuple[object, ...]:
         return tuple(sorted(self.open)), self.blocks, self.landed

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Final
 
-from common.contracts.lease import HOST_REASON
+from common.contracts.lease import DISK_REASON, HOST_REASON
 from common.contracts.types import BlockHash, BlockId, Candidate, DecisionKind
 from kvmanager.cache.retention_terms import Fate
+from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger import transfers
 from kvmanager.ledger.block_store import BlockStore
@@ -17,6 +18,8 @@ from kvmanager.ledger.sequence_table import SequenceTable
 
 KEPT: Final = "host_kept"
 """The figure of an evicted block whose content a frame of the host tier keeps."""
+SAVED: Final = "disk_kept"
+"""The figure of one whose content the disk alone keeps."""
 _NAMED: Final = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
 
@@ -30,7 +33,7 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     if missing <= 0:
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
-    retained, pinned, kept = totals.retained_evictions, totals.pinned_evictions, totals.host_stores
+    retained, pinned, before = totals.retained_evictions, totals.pinned_evictions, _host_counts(totals)
     evicted, fates, free, gone = list[Candidate](), dict[str, list[str]](), state.store.pool.free, list[BlockHash]()
     while len(free) < count:
         block, depth, content = _uncache_block(state, name)
@@ -51,18 +54,42 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     if pinned := totals.pinned_evictions - pinned:
         figures["pinned"] = float(pinned)
     if state.store.tier is not None:
-        # Those that a frame had already need no store, and are kept too.
-        figures["host_stores"] = float(totals.host_stores - kept)
-        figures["host_blocks"] = float(len(state.store.tier))
-        held = [content in state.store.cache.below for content in gone]
-        figures[KEPT] = float(sum(held))
-        reasons += (f"{HOST_REASON}it keeps {sum(held)} of {missing}",)
-        marked = zip(evicted, held, strict=False)
-        evicted = [replace(each, figures=(*each.figures, (KEPT, 1.0))) if kept else each for each, kept in marked]
+        kept, kept_reasons = _find_kept(state, before, gone, figures)
+        reasons += kept_reasons
+        marked = zip(evicted, kept, strict=False)
+        evicted = [replace(each, figures=(*each.figures, (name, 1.0))) if name else each for each, name in marked]
     reasons += tuple(f"{', '.join(names)}: {fate}" for fate, names in fates.items())
     named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
     state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
     return missing
+
+
+def _host_counts(totals: Totals) -> tuple[int, int, int]:
+    """Return the counts of what went to host memory, and of what left it for that: lost, and on disk alone."""
+    return totals.host_stores, totals.host_drops, totals.host_drops_saved
+
+
+def _find_kept(
+    state: LedgerState, before: tuple[int, int, int], gone: list[BlockHash], figures: dict[str, float]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return which tier keeps what was evicted, as the name of a figure, "" for none, and reasons in words.
+
+    Add to the figures of the record what the tiers have kept and dropped since `before`.
+    """
+    cache = state.store.cache
+    stores, lost, left = (now - then for now, then in zip(_host_counts(state.totals), before, strict=True))
+    kept = [KEPT if each in cache.below else SAVED if each in cache.saved else "" for each in gone]
+    held, saved = kept.count(KEPT), kept.count(SAVED)
+    # Those that a frame had already need no store, and are kept too.
+    figures["host_stores"] = float(stores)
+    figures["host_blocks"], figures[KEPT] = float(len(cache.below)), float(held)
+    reasons = [f"{HOST_REASON}it keeps {held} of {len(gone)}"]
+    if state.store.disk is not None:
+        figures |= {"disk_blocks": float(len(cache.saved)), SAVED: float(saved)}
+        figures |= {"host_drops": float(lost), "host_drops_saved": float(left)}
+        words = f"{DISK_REASON}it keeps {saved} of the other {len(gone) - held}"
+        reasons.append(words + (f", and {left} of {lost + left} that left host memory for them" if lost + left else ""))
+    return kept, tuple(reasons)
 
 
 def drop_cached_blocks(state: LedgerState) -> int:

@@ -6,6 +6,7 @@ import heapq
 from typing import Final
 
 from common.contracts.lease import FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
+from common.contracts.moves import MoveEnd
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -24,6 +25,12 @@ from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.partial_copy import PartialCopy
 from kvmanager.ledger.sequence_table import SequenceTable
 
+_FAILED: Final = {
+    MoveEnd.STALE: "had left by then",
+    MoveEnd.CORRUPT: "failed their checksum",
+    MoveEnd.FAILED: "could not be read",
+    MoveEnd.LATE: "did not come in time",
+}
 _PASSES: Final = "passes one that lacks blocks"
 _REQUESTS: Final = 8
 """Requests that the record of a wait names at most."""
@@ -41,6 +48,7 @@ def _await(store: BlockStore, hits: list[BlockId]) -> int:
 
 _MISSES: Final = {
     MissReason.DIVERGED_AT: "never seen from block {} on",
+    MissReason.UNFETCHED: "the first {} blocks are there or on disk, and the missing ones were not fetched",
     MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states, or no room for it",
 }
 
@@ -71,7 +79,8 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
     if sequence.fetch is not None:
         fetch = sequence.fetch
         took = f"{fetch.landed} of {fetch.blocks} blocks came from {fetch.source} in {1000 * fetch.seconds:.0f} ms"
-        reasons.append(FETCH_REASON + took)
+        failed = ", ".join([f"{count} {_FAILED[end]}" for end, count in sorted(fetch.failed.items())])
+        reasons.append(f"{FETCH_REASON}{took}" + (f"; {failed}" if failed else ""))
     if passes:
         reasons.append(_PASSES)
     elif sequence.by_age:

@@ -298,14 +298,16 @@ class Ledger:
         state, sequences = self.state, self.state.sequences
         pool, retention, waiting = state.store.pool, state.store.retention, sequences.waiting
         retention.expire_terms()
+        fetching, closed = len(sequences.fetching), state.transfers.closed
         capacity = 1 if state.admission.blocked_by == "capacity" and sequences.queue else 0
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, pool.cached_pages, 0, sequences.running,
-            waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
+            waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity - fetching,
+            capacity,
             state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
             uses_of_groups(state.store) if state.config.groups else (), state.config.frames,
-            len(state.store.cache.below), state.config.saved_frames, len(state.store.cache.saved),
-            len(sequences.fetching),
+            len(state.store.cache.below), 0 if closed else state.config.saved_frames, len(state.store.cache.saved),
+            fetching, closed,
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

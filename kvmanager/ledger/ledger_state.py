@@ -25,6 +25,7 @@ from common.contracts.hashing import PARTIAL_HASHES
 from common.contracts.lease import TierCopy, blocks_needed
 from common.contracts.moves import MoveCosts
 from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
+from kvmanager.cache.frame_tier import Taken
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
@@ -90,8 +91,14 @@ class LedgerState:
         if taken is not None:
             self.tier_copies.append(TierCopy(block, taken.frame))
             self.totals.host_stores += 1
-            lost = taken.dropped and taken.dropped not in cache.entries and taken.dropped not in cache.saved
-            self.totals.host_drops += bool(lost)
+            self.count_drop(taken)
+
+    def count_drop(self, taken: Taken) -> None:
+        """Count a content that has left its frame of host memory, unless a block has it: lost, or on disk alone."""
+        cache, dropped = self.store.cache, taken.dropped
+        if dropped and dropped not in cache.entries:
+            self.totals.host_drops += dropped not in cache.saved
+            self.totals.host_drops_saved += dropped in cache.saved
 
     def load_frames(self, sequence: Sequence, frames: Items[FrameId]) -> None:
         """Extend a block table by the next free blocks, and order that they get what a run of frames holds."""

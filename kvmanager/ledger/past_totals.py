@@ -13,8 +13,9 @@ def added(first: Totals, second: Totals) -> Totals:
     for name in Totals.__slots__:
         value = getattr(second, name)
         if isinstance(value, dict):
+            counts = getattr(total, name)
             for reason, count in value.items():
-                total.misses_by_reason[reason] = total.misses_by_reason.get(reason, 0) + count
+                counts[reason] = counts.get(reason, 0) + count
         else:
             setattr(total, name, getattr(total, name) + value)
     return total

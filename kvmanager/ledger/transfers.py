@@ -65,9 +65,9 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
         tier.release(behind)
     if not awaited:
         return False
-    source = run.peer.worker_id if run.peer is not None else FROM_DISK
+    source = _source_of(state.transfers.open[awaited[-1]])
     forecast = fetch_seconds(state.worker.costs, len(awaited), run.peer is not None)
-    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, forecast)
+    sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, run.first, forecast)
     for number in awaited:
         state.transfers.waiting.setdefault(number, []).append(sequence.id)
     state.sequences.fetching[sequence.id] = None
@@ -75,6 +75,10 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     state.totals.fetches += 1
     grant_records.record_wait(state, sequence, (ShortfallReason.FETCH.value, source), (len(awaited), len(awaited)))
     return True
+
+
+def _source_of(move: Move) -> str:
+    return move.peer.worker_id if move.peer is not None else FROM_DISK
 
 
 class FetchRun(NamedTuple):
@@ -206,6 +210,8 @@ def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: 
     taken = tier.expect(block_hash, parent, depth)
     if taken is not None:
         state.store.cache.note_dropped(taken)
+        if tier is state.store.tier:
+            state.count_drop(taken)
     return taken
 
 
@@ -213,7 +219,8 @@ def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched:
     """Return what a sequence that is admitted, and has waited for a fetch, has got by it."""
     fetch = sequence.fetch
     assert fetch is not None, "only of one that has waited"
-    return Fetched(min(fetch.landed, len(plan.frames)), fetch.blocks, fetch.seconds, fetch.source)
+    shared = max(0, min(fetch.landed, plan.shared - fetch.first))
+    return Fetched(shared, fetch.blocks, fetch.seconds, fetch.source)
 
 
 def stop_awaiting(state: LedgerState, sequence: Sequence) -> bool:
@@ -303,8 +310,7 @@ def _note_end(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd)
     """Queue a sequence again once the last transfer that it waits for has ended."""
     fetch = sequence.fetch
     assert fetch is not None, "a sequence that waits for transfers has a fetch"
-    fetch.open.remove(number)
-    fetch.landed += end is MoveEnd.DONE
+    fetch.note_end(number, end)
     if not fetch.open:
         del state.sequences.fetching[sequence.id]
         fetch.seconds = state.clock.monotonic() - fetch.began

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.contracts.moves import MoveEnd
 from common.contracts.types import KvGroup
 from kvmanager.contracts.counts import PoolCounts, Totals
 from kvmanager.ledger.past_totals import added
@@ -26,7 +27,13 @@ _TOTALS: Final = {
     "kv_evictions": "Cached blocks that were forgotten for others.",
     "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
     "kv_pinned_evictions": "Those of them that an operator had pinned, because no others were left.",
-    "kv_host_dropped": "Contents that left host memory for others, while no block had them.",
+    "kv_host_dropped": "Contents that left host memory for others, while neither a block nor the disk had them.",
+    "kv_disk_stored": "Blocks that were saved to disk.",
+    "kv_disk_loaded": "Blocks that were fetched from disk.",
+    "kv_peer_loaded": "Blocks that were fetched from other workers.",
+    "kv_disk_lost": "Contents on disk that could not be read, with what was behind them.",
+    "kv_disk_unsaved": "Blocks that were not saved: no frame was to be had, or the block before is not on disk.",
+    "kv_fetches": "Sequences that waited for blocks from the disk or from another worker.",
     "admissions": "Sequences that were admitted.",
     "chunked_grants": "Those of them that began with a part of their prompt's blocks.",
     "rejections": "Sequences that no pool of this size can hold.",
@@ -45,6 +52,12 @@ _FIELDS: Final = {
     "kv_retained_evictions": "retained_evictions",
     "kv_pinned_evictions": "pinned_evictions",
     "kv_host_dropped": "host_drops",
+    "kv_disk_stored": "disk_stores",
+    "kv_disk_loaded": "disk_loads",
+    "kv_peer_loaded": "peer_loads",
+    "kv_disk_lost": "disk_lost",
+    "kv_disk_unsaved": "unsaved",
+    "kv_fetches": "fetches",
     "prefix_cache_reset_blocks": "reset_blocks",
     "prefix_cache_partial_hits": "partial_hits",
     "prefix_cache_partial_hit_tokens": "partial_hit_tokens",
@@ -170,6 +183,11 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
         "Frames of host memory, room for a block each, by what they are used for.",
         labels=("worker", "state"),
     )
+    saved = GaugeMetricFamily(
+        "quire:kv_disk_frames",
+        "Frames on disk, room for a block each, by what they are used for; none once the disk is given up.",
+        labels=("worker", "state"),
+    )
     running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
@@ -183,10 +201,13 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
             groups.add_metric((worker, _layers(each.group), "cached"), each.cached)
         frames.add_metric((worker, "held"), pool.host_held)
         frames.add_metric((worker, "free"), pool.host_frames - pool.host_held)
+        saved.add_metric((worker, "held"), pool.disk_held)
+        saved.add_metric((worker, "free"), pool.disk_frames - pool.disk_held)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)
-    yield from (blocks, usage, retained, kept, groups, frames, running, waiting)
+        waiting.add_metric((worker, "fetching"), pool.fetching)
+    yield from (blocks, usage, retained, kept, groups, frames, saved, running, waiting)
 
 
 def _layers(group: KvGroup) -> str:
@@ -222,3 +243,12 @@ def _totals(accounts: dict[str, Totals], block_size: int) -> Iterator[Metric]:
         for direction, name in _HOST_COPIES.items():
             copied.add_metric((worker, direction), getattr(totals, name))
     yield copied
+    ends = CounterMetricFamily(
+        "quire:kv_transfer_ends",
+        "Transfers of single blocks, to disk, from there and from other workers, by how they ended.",
+        labels=("worker", "end"),
+    )
+    for worker, totals in accounts.items():
+        for end in MoveEnd:
+            ends.add_metric((worker, end.name.lower()), totals.transfer_ends.get(end.name, 0))
+    yield ends

@@ -95,6 +95,17 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         host_stores=counts.totals.host_stores,
         host_loads=counts.totals.host_loads,
         host_drops=counts.totals.host_drops,
+        disk_frames=counts.disk_frames,
+        disk_held=counts.disk_held,
+        disk_closed=counts.disk_closed,
+        fetching=counts.fetching,
+        disk_stores=counts.totals.disk_stores,
+        disk_loads=counts.totals.disk_loads,
+        peer_loads=counts.totals.peer_loads,
+        disk_lost=counts.totals.disk_lost,
+        unsaved=counts.totals.unsaved,
+        fetches=counts.totals.fetches,
+        transfer_ends={end.lower(): count for end, count in counts.totals.transfer_ends.items()},
     )
 
 

@@ -13,6 +13,7 @@ from grpc import aio
 
 from common.contracts.errors import InvalidRequest
 from common.contracts.lease import CachedBlock, Inventory, Report, Reserve
+from common.contracts.moves import MoveEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, KvGroup, KvGroupKind, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -188,6 +189,38 @@ async def test_frames_of_host_memory_and_their_copies_are_in_metrics_and_pools(
     (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
     assert (pool.host_frames, pool.host_held) == (3, 2)
     assert (pool.host_stores, pool.host_loads, pool.host_drops) == (0, 1, 0)
+
+
+async def test_frames_on_disk_and_transfers_are_in_metrics_and_pools(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    """Two of three frames on disk have blocks. A sequence waits for both; the second one cannot be read."""
+    worker = connect(manager, host_frames=4, disk_frames=3)
+    saved = [CachedBlock(BlockId(at), HASHES[at], -1, 1, HASHES[at - 1] if at else HASHES[0], at) for at in range(2)]
+    await worker.attached(Inventory(saved=saved))
+    reserve = Reserve(SequenceId(7), 40, 64, block_hashes=HASHES[:2])
+    batch = await worker.exchange(Report(reserve=(reserve,)))
+    first, second = (each.id for each in batch.moves)
+    (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
+    assert (pool.disk_frames, pool.disk_held, pool.disk_closed, pool.fetching, pool.fetches) == (3, 2, False, 1, 1)
+    assert values(await scraped(manager), "quire:num_requests_waiting")['{reason="fetching",worker="w0"}'] == 1.0
+    await worker.exchange(Report(moved=((first, MoveEnd.DONE), (second, MoveEnd.CORRUPT))))
+    text, of_worker = await scraped(manager), '{worker="w0"}'
+    frames = {'{state="free",worker="w0"}': 2.0, '{state="held",worker="w0"}': 1.0}
+    assert values(text, "quire:kv_disk_frames") == frames
+    counted = ("stored", "loaded", "lost", "unsaved")
+    assert [values(text, f"quire:kv_disk_{each}_total")[of_worker] for each in counted] == [0.0, 1.0, 1.0, 0.0]
+    assert values(text, "quire:kv_fetches_total") == {of_worker: 1.0}
+    ends = {"done": 1.0, "stale": 0.0, "corrupt": 1.0, "failed": 0.0, "late": 0.0}
+    expected = {f'{{end="{end}",worker="w0"}}': count for end, count in ends.items()}
+    assert values(text, "quire:kv_transfer_ends_total") == expected
+    (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
+    assert (pool.disk_held, pool.fetching, pool.disk_stores, pool.disk_loads) == (1, 0, 0, 1)
+    assert (pool.disk_lost, pool.unsaved, pool.fetches) == (1, 0, 1)
+    assert dict(pool.transfer_ends) == {"done": 1, "corrupt": 1}
+    await worker.exchange(Report(disk_closed=True, lease_want=1))
+    (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
+    assert (pool.disk_frames, pool.disk_held, pool.disk_closed) == (0, 0, True)
 
 
 async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Running, connect: Connect) -> None:

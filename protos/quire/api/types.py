@@ -32,6 +32,7 @@ class MissReason(StrEnum):
     WINDOWED = "windowed"
     DISABLED = "disabled"
     UNRESUMABLE = "unresumable"
+    UNFETCHED = "unfetched"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from kvmanager.ledger.past_totals import DEPARTED, PastTotals, added
 
 
 def counted(blocks: int, **misses: int) -> Totals:
-    totals = Totals()
+    totals = Totals(transfer_ends={"DONE": blocks})
     totals.prefix_query_blocks = blocks
     totals.misses_by_reason = {MissReason(reason): count for reason, count in misses.items()}
     return totals
@@ -23,6 +23,7 @@ def test_a_sum_has_every_count_and_leaves_its_parts_as_they_were() -> None:
     total = added(first, second)
     assert total.prefix_query_blocks == 7
     assert total.misses_by_reason == {MissReason.EVICTED: 3, MissReason.CAPPED: 5}
+    assert total.transfer_ends == {"DONE": 7}
     assert (first.prefix_query_blocks, first.misses_by_reason) == (3, {MissReason.EVICTED: 1})
 
 

@@ -179,7 +179,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
         setattr(new, name, getattr(old, name))
     new.block_hashes, new.block_table, new.forks = old.block_hashes.copy(), old.block_table.copy(), old.forks.copy()
     new.runs = tuple([_copy_run(run) for run in old.runs])
-    new.fetch = replace(old.fetch, open=old.fetch.open.copy()) if old.fetch is not None else None
+    new.fetch = old.fetch and replace(old.fetch, open=old.fetch.open.copy(), failed=old.fetch.failed.copy())
     return new
 
 

@@ -1307,6 +1307,26 @@ class Pool(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TransferEndsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -1333,6 +1353,17 @@ class Pool(_message.Message):
     HOST_STORES_FIELD_NUMBER: _builtins.int
     HOST_LOADS_FIELD_NUMBER: _builtins.int
     HOST_DROPS_FIELD_NUMBER: _builtins.int
+    DISK_FRAMES_FIELD_NUMBER: _builtins.int
+    DISK_HELD_FIELD_NUMBER: _builtins.int
+    DISK_CLOSED_FIELD_NUMBER: _builtins.int
+    FETCHING_FIELD_NUMBER: _builtins.int
+    DISK_STORES_FIELD_NUMBER: _builtins.int
+    DISK_LOADS_FIELD_NUMBER: _builtins.int
+    DISK_LOST_FIELD_NUMBER: _builtins.int
+    UNSAVED_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
+    TRANSFER_ENDS_FIELD_NUMBER: _builtins.int
+    PEER_LOADS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1365,6 +1396,24 @@ class Pool(_message.Message):
     """
     host_loads: _builtins.int
     host_drops: _builtins.int
+    disk_frames: _builtins.int
+    """Frames on the worker's disk, and how many of them hold something. The worker gives up a disk that fails; it has no
+    frames then.
+    """
+    disk_held: _builtins.int
+    disk_closed: _builtins.bool
+    fetching: _builtins.int
+    """Those of the waiting sequences that wait for blocks from the disk or from another worker."""
+    disk_stores: _builtins.int
+    """Blocks that were saved to disk and fetched from there; contents that could not be read, with what was behind them;
+    those for which no frame could be had; and sequences that waited for a fetch.
+    """
+    disk_loads: _builtins.int
+    disk_lost: _builtins.int
+    unsaved: _builtins.int
+    fetches: _builtins.int
+    peer_loads: _builtins.int
+    """Blocks that were fetched from other workers."""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1372,6 +1421,10 @@ class Pool(_message.Message):
         """Where the pool has groups: what each of them holds. All numbers of blocks above are then numbers of pages, but for
         pinned blocks, evictions and prefix statistics.
         """
+
+    @_builtins.property
+    def transfer_ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Transfers of single blocks by how they ended: "done", "stale", "corrupt", "failed" or "late"."""
 
     def __init__(
         self,
@@ -1402,10 +1455,21 @@ class Pool(_message.Message):
         host_stores: _builtins.int = ...,
         host_loads: _builtins.int = ...,
         host_drops: _builtins.int = ...,
+        disk_frames: _builtins.int = ...,
+        disk_held: _builtins.int = ...,
+        disk_closed: _builtins.bool = ...,
+        fetching: _builtins.int = ...,
+        disk_stores: _builtins.int = ...,
+        disk_loads: _builtins.int = ...,
+        disk_lost: _builtins.int = ...,
+        unsaved: _builtins.int = ...,
+        fetches: _builtins.int = ...,
+        transfer_ends: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        peer_loads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "disk_closed", b"disk_closed", "disk_frames", b"disk_frames", "disk_held", b"disk_held", "disk_loads", b"disk_loads", "disk_lost", b"disk_lost", "disk_stores", b"disk_stores", "evictions", b"evictions", "fetches", b"fetches", "fetching", b"fetching", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "peer_loads", b"peer_loads", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "transfer_ends", b"transfer_ends", "unsaved", b"unsaved", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,6 +103,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """Caching is switched off, for the pool or by the request."""
     MISS_REASON_UNRESUMABLE: _MissReason.ValueType  # 11
     """K/V of more blocks is there, and no checkpoint of the states behind one of them, or no room for it beside the prompt."""
+    MISS_REASON_UNFETCHED: _MissReason.ValueType  # 12
+    """More blocks are on the worker's disk, and were not fetched: that would not pay, or it has failed."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why the prefix cache served no more blocks than it did."""
@@ -127,6 +129,8 @@ MISS_REASON_DISABLED: MissReason.ValueType  # 8
 """Caching is switched off, for the pool or by the request."""
 MISS_REASON_UNRESUMABLE: MissReason.ValueType  # 11
 """K/V of more blocks is there, and no checkpoint of the states behind one of them, or no room for it beside the prompt."""
+MISS_REASON_UNFETCHED: MissReason.ValueType  # 12
+"""More blocks are on the worker's disk, and were not fetched: that would not pay, or it has failed."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
@@ -564,6 +568,8 @@ class Usage(_message.Message):
     MODEL_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_MODEL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     HOST_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PEER_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Tokens of the prompt that were not computed for the request before its first output token."""
@@ -580,7 +586,14 @@ class Usage(_message.Message):
     """Of both, those that a draft model guessed."""
     accepted_model_draft_tokens: _builtins.int
     host_cached_tokens: _builtins.int
-    """Of the cached tokens, those whose blocks were copied from the worker's host memory for the request."""
+    """Of the cached tokens, those whose blocks were in the worker's host memory, and were copied from there for the
+    request.
+    """
+    disk_cached_tokens: _builtins.int
+    """Others of the cached tokens: their blocks came from the worker's disk, or from another worker, while the request
+    waited.
+    """
+    peer_cached_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -594,10 +607,12 @@ class Usage(_message.Message):
         model_drafted_tokens: _builtins.int = ...,
         accepted_model_draft_tokens: _builtins.int = ...,
         host_cached_tokens: _builtins.int = ...,
+        disk_cached_tokens: _builtins.int = ...,
+        peer_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_model_draft_tokens", b"accepted_model_draft_tokens", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "host_cached_tokens", b"host_cached_tokens", "model_drafted_tokens", b"model_drafted_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_model_draft_tokens", b"accepted_model_draft_tokens", "cached_tokens", b"cached_tokens", "disk_cached_tokens", b"disk_cached_tokens", "drafted_tokens", b"drafted_tokens", "host_cached_tokens", b"host_cached_tokens", "model_drafted_tokens", b"model_drafted_tokens", "output_tokens", b"output_tokens", "peer_cached_tokens", b"peer_cached_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
