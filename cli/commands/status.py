@@ -22,7 +22,7 @@ from common.contracts.errors import FieldViolation, InvalidConfig
 from quire.client import Model, Status
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
-from router.observe.pool_words import held_words, host_words
+from router.observe.pool_words import disk_words, held_words, host_words
 
 _EVERY_S: Final = 2.0
 
@@ -54,7 +54,8 @@ async def _show(channel: grpc.aio.Channel, console: Console, as_json: bool) -> N
     model = Model.from_proto(await stub.GetModel(pb.GetModelRequest(), timeout=5.0))
     status = Status.from_proto(await stub.GetStatus(pb.GetStatusRequest(), timeout=5.0))
     pools, manager_problem = await pools_of(channel)
-    ledgers = Ledgers(stalled(pools), manager_problem, held_words(pools.values()), host_words(pools.values()))
+    held = (words(pools.values()) for words in (held_words, host_words, disk_words))
+    ledgers = Ledgers(stalled(pools), manager_problem, *held)
     if as_json:
         print_json({"model": asdict(model), **asdict(status), "ledgers": asdict(ledgers)})
     else:

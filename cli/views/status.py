@@ -31,13 +31,14 @@ class Ledgers:
     """What the KV manager says: what stands still in the ledger of a worker, or why it says nothing.
 
     `held` are the blocks of each group of layers; it is empty where a pool counts blocks. `host` are those in host
-    memory, by worker; it is empty where no worker has any.
+    memory, by worker, and `disk` those on disk; they are empty where no worker has any.
     """
 
     stalled: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     held: str = ""
     host: str = ""
+    disk: str = ""
 
 
 class StatusView:
@@ -79,6 +80,8 @@ class StatusView:
             yield Text(f"Groups of layers: {self._ledgers.held}")
         if self._ledgers.host:
             yield Text(f"Host memory: {self._ledgers.host}")
+        if self._ledgers.disk:
+            yield Text(f"Disk: {self._ledgers.disk}")
 
 
 def _pooling(model: Model) -> str:

@@ -54,6 +54,7 @@ def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[T
         *([Text(snapshot.pages)] if snapshot.pages else []),
         *([Text(f"groups of layers: {snapshot.held}")] if snapshot.held else []),
         *([Text(f"host memory: {snapshot.host}")] if snapshot.host else []),
+        *([Text(f"disk: {snapshot.disk}")] if snapshot.disk else []),
         *(Text(f"! {each}", "yellow") for each in snapshot.troubles[:3]),
         Text(),
     ]

@@ -20,7 +20,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from router.observe.diagnosis.outcome import Outcome, outcome_of
-from router.observe.pool_words import held_words, host_words, pages_words
+from router.observe.pool_words import disk_problems, disk_words, held_words, host_words, pages_words
 
 _PATIENCE_S: Final = 5.0
 
@@ -75,7 +75,7 @@ class Snapshot:
 
     `managers` say in words which KV manager of a group leads, `troubles` what is wrong, and `pages` what the pages are
     where a pool counts these, `held` the blocks of each group of layers there; else both are empty. `host` are the
-    blocks in host memory, by worker; empty where no worker has any.
+    blocks in host memory, by worker, and `disk` those on disk; empty where no worker has any.
     """
 
     clock: str
@@ -89,6 +89,7 @@ class Snapshot:
     pages: str = ""
     held: str = ""
     host: str = ""
+    disk: str = ""
 
 
 async def taken(channel: grpc.aio.Channel) -> Snapshot:
@@ -104,11 +105,11 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     ended = tuple(Ended(each.request_id, outcome_of(decision_from_proto(each))) for each in found.records)
     rows = tuple(_row(each, pools.get(each.worker_id)) for each in loads.workers)
     clock = time.strftime("%H:%M:%S", time.localtime(now_ns // 1_000_000_000))
-    troubles = tuple(_troubles(status, failure, stalled(pools), found.silent_routers))
+    troubles = (*_troubles(status, failure, stalled(pools), found.silent_routers), *disk_problems(pools.values()))
     managers = tuple(f"{each.address} {role_of(each)}" for each in Status.from_proto(status).managers)
     figures = (status.version, status.queued_requests, status.running_requests)
     pages = pages_words(model.identity.kv_geometry, model.identity.block_size)
-    of_pools = held_words(pools.values()), host_words(pools.values())
+    of_pools = held_words(pools.values()), host_words(pools.values()), disk_words(pools.values())
     return Snapshot(clock, *figures, rows, ended, troubles, managers, pages, *of_pools)
 
 

@@ -47,6 +47,25 @@ def host_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
     return f"{listed(found, _MOST_NAMED)} blocks" if found else ""
 
 
+def disk_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
+    """Return how many blocks each worker's disk holds, and has room for; "" where no worker has a disk cache."""
+    found = [_disk_of(each) for each in pools if each.disk_frames or each.disk_closed]
+    return listed(found, _MOST_NAMED)
+
+
+def disk_problems(pools: Iterable[kvmanager_pb2.Pool]) -> list[str]:
+    """Return in words which workers have given up their disk."""
+    return [f"{each.worker_id} has given up its disk cache; its log says why" for each in pools if each.disk_closed]
+
+
+def _disk_of(pool: kvmanager_pb2.Pool) -> str:
+    if pool.disk_closed:
+        return f"{pool.worker_id} has given it up"
+    words = f"{pool.worker_id} {pool.disk_held:,} of {pool.disk_frames:,} blocks"
+    wait = "sequence waits" if pool.fetching == 1 else "sequences wait"
+    return f"{words} ({pool.fetching:,} {wait} for some)" if pool.fetching else words
+
+
 def _kind(group: KvGroup) -> str:
     match group.kind:
         case KvGroupKind.FULL:

@@ -18,7 +18,7 @@ from router.api.page.query import Query
 from router.api.page.records import MOST
 from router.api.page.requests import Requests, ended_of
 from router.observe.diagnosis.outcome import Outcome
-from router.observe.pool_words import name_of, pages_of_block, pages_words
+from router.observe.pool_words import disk_problems, name_of, pages_of_block, pages_words
 from router.observe.status import RouterStatus
 
 Json = dict[str, Any]
@@ -50,7 +50,7 @@ class Overview:
             "groups": [_group(each) for each in geometry.groups],
             "running": running_of(loads),
             "waiting": waiting_of(loads, status.queued_requests),
-            "troubles": troubles(status, failure),
+            "troubles": [*troubles(status, failure), *disk_problems(pools.values())],
             "workers": [worker_row(each, pools.get(each.worker_id)) for each in loads.workers],
             "history": columns(await in_steps(lambda each: each, self._history.each_point())),
             "hits": hits(outcome for _, outcome in ended),
@@ -129,7 +129,9 @@ def worker_row(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
     names = (
         "in_use", "leased", "cached", "free", "preemptions", "evictions",
         "host_frames", "host_held", "host_stores", "host_loads", "host_drops",
+        "disk_frames", "disk_held", "disk_closed", "disk_stores", "disk_loads", "disk_lost",
+        "unsaved", "fetching", "fetches",
     )  # fmt: skip
     held = [{"in_use": each.in_use, "cached": each.cached} for each in pool.groups] if pool is not None else []
-    row |= {"groups": held}
+    row |= {"groups": held, "transfer_ends": dict(pool.transfer_ends) if pool is not None else {}}
     return row | {name: getattr(pool, name) if pool is not None else None for name in names}

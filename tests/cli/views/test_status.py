@@ -11,17 +11,18 @@ from quire.client import Model, Status
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2 as types
-from router.observe.pool_words import host_words
+from router.observe.pool_words import disk_problems, disk_words, host_words
 
 FULL = types.KvGroup(kind=types.KV_GROUP_KIND_FULL, pages=4)
 WINDOW = types.KvGroup(kind=types.KV_GROUP_KIND_WINDOW, span=1024, pages=21)
 
 
-def shown(*groups: types.KvGroup, held: str = "", host: str = "") -> list[str]:
+def shown(*groups: types.KvGroup, held: str = "", host: str = "", disk: str = "") -> list[str]:
     identity = types.PoolIdentity(block_size=16, kv_geometry=types.KvGeometry(groups=groups))
     model = Model.from_proto(pb.GetModelResponse(model="m", identity=identity))
     console = Console(file=io.StringIO(), width=120)
-    console.print(StatusView(model, Status.from_proto(pb.GetStatusResponse()), Ledgers(held=held, host=host)))
+    ledgers = Ledgers(held=held, host=host, disk=disk)
+    console.print(StatusView(model, Status.from_proto(pb.GetStatusResponse()), ledgers))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -49,3 +50,20 @@ def test_workers_with_host_memory_say_how_much_of_it_is_used() -> None:
     assert words == "worker-0 1,200 of 4,096 and worker-2 0 of 16 blocks"
     assert shown(host=words)[2] == f"Host memory: {words}"
     assert (host_words(pools[1:2]), [line for line in shown() if "Host" in line]) == ("", [])
+
+
+def test_workers_with_a_disk_cache_say_how_much_of_it_is_used() -> None:
+    pools = [
+        kvmanager_pb2.Pool(worker_id="worker-0", disk_frames=87125, disk_held=1200, fetching=2),
+        kvmanager_pb2.Pool(worker_id="worker-1"),
+        kvmanager_pb2.Pool(worker_id="worker-2", disk_closed=True),
+        kvmanager_pb2.Pool(worker_id="worker-3", disk_frames=16),
+    ]
+    words = disk_words(pools)
+    assert words == (
+        "worker-0 1,200 of 87,125 blocks (2 sequences wait for some), worker-2 has given it up and "
+        "worker-3 0 of 16 blocks"
+    )
+    assert shown(disk=words)[2] == f"Disk: {words}"
+    assert (disk_words(pools[1:2]), [line for line in shown() if "Disk" in line]) == ("", [])
+    assert disk_problems(pools) == ["worker-2 has given up its disk cache; its log says why"]

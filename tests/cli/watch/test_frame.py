@@ -68,6 +68,12 @@ def test_host_memory_is_a_line_of_its_own() -> None:
     assert shown[at : at + 2] == ["host memory: worker-0 7 of 512 blocks", lines()[at]]
 
 
+def test_the_disk_is_a_line_behind_host_memory() -> None:
+    shown = lines(replace(SNAPSHOT, host="worker-0 7 of 512 blocks", disk="worker-0 9 of 900 blocks"))
+    at = lines().index("! gpuworker-5f7d9c6b8-x2x7q: no heartbeat for 7.1 s")
+    assert shown[at : at + 2] == ["host memory: worker-0 7 of 512 blocks", "disk: worker-0 9 of 900 blocks"]
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 8)])
 @pytest.mark.parametrize("count", [0, 1, 500])
 def test_a_frame_fits_its_screen(width: int, height: int, count: int) -> None:

@@ -277,6 +277,18 @@ def test_a_worker_says_how_much_of_its_host_memory_is_used() -> None:
     assert [worker_row(load, None)[name] for name in names] == [None] * 5
 
 
+def test_a_worker_says_how_much_of_its_disk_is_used_and_how_transfers_ended() -> None:
+    load = inference_pb2.WorkerLoad(worker_id="w0", num_blocks=64)
+    pool = pb.Pool(disk_frames=900, disk_held=70, disk_stores=90, disk_loads=30, disk_lost=4, unsaved=6)
+    pool.fetching, pool.fetches = 1, 5
+    pool.transfer_ends.update({"done": 120, "late": 2})
+    names = ("disk_frames", "disk_held", "disk_stores", "disk_loads", "disk_lost", "unsaved", "fetching", "fetches")
+    row, unknown = worker_row(load, pool), worker_row(load, None)
+    assert [row[name] for name in names] == [900, 70, 90, 30, 4, 6, 1, 5]
+    assert (row["disk_closed"], row["transfer_ends"]) == (False, {"done": 120, "late": 2})
+    assert ([unknown[name] for name in names], unknown["transfer_ends"]) == ([None] * 8, {})
+
+
 def test_hits_by_reason() -> None:
     found = hits(
         [
