@@ -47,7 +47,7 @@ from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.manager_silence import ManagerAbsence
 from gpuworker.scheduling.watchdog import waits_for_a_step
-from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
+from gpuworker.server.metrics import DiskCollector, EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
@@ -218,6 +218,7 @@ class Worker:
             engine.transfer_by(Transfers(images, size, SystemClock(), None, peers))
         else:
             mover = DiskMover(disk, engine.wake)
+            DiskCollector(mover, self._registry)
             engine.transfer_by(
                 Transfers(images, size, SystemClock(), mover, peers, disk.reset), disk.claims(), disk.reset
             )

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
+from gpuworker.scheduling.image_moves import ImageMover
 from gpuworker.server.orphans import OrphanEnd, Orphans
 
 _ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -102,6 +103,21 @@ class MaskCollector:
             "quire:late_mask_steps", "Steps with constrained rows whose sampling waited for masks.", value=late
         )
         yield CounterMetricFamily("quire:late_mask_seconds", "For how long they waited, in all.", value=seconds)
+
+
+class DiskCollector:
+    """Makes metrics of the disk cache at each scrape; a worker without one has none."""
+
+    def __init__(self, disk: ImageMover, registry: CollectorRegistry) -> None:
+        self._disk = disk
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        disk = self._disk
+        usable = "1 while the disk cache is in use, 0 once it was given up."
+        yield GaugeMetricFamily("quire:disk_usable", usable, value=float(disk.usable))
+        took = "Learnt time of reading a block from disk; 0 before the first one."
+        yield GaugeMetricFamily("quire:disk_read_seconds", took, value=disk.read_seconds)
 
 
 def _buckets(times: StepTimes) -> list[tuple[str, float]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
-from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
+from gpuworker.server.metrics import DiskCollector, EngineCollector, MaskCollector, lease_round_trips
 
 
 def test_step_times_are_a_histogram_by_what_was_in_the_step() -> None:
@@ -44,6 +46,14 @@ def test_late_masks_are_counted() -> None:
     MaskCollector(lambda: MaskLateness(steps=20, late=3, seconds=0.25), registry)
     names = ("constrained_steps", "late_mask_steps", "late_mask_seconds")
     assert [registry.get_sample_value(f"quire:{name}_total") for name in names] == [20, 3, 0.25]
+
+
+def test_a_disk_cache_says_whether_it_is_in_use_and_how_long_a_read_takes() -> None:
+    registry, mover = CollectorRegistry(), Mock(usable=True, read_seconds=0.0025)
+    DiskCollector(mover, registry)
+    assert [registry.get_sample_value(f"quire:disk_{name}") for name in ("usable", "read_seconds")] == [1.0, 0.0025]
+    mover.usable = False
+    assert registry.get_sample_value("quire:disk_usable") == 0.0
 
 
 def test_drafts_are_counted_by_what_guessed_them() -> None:

@@ -56,6 +56,10 @@ def _preempted(taken: str) -> Series:
     }
 
 
+def _lost_on_disk(lost: str, loaded: str) -> Series:
+    return {f"quire:kv_disk_lost_total{{{_WORKER}}}": lost, f"quire:kv_disk_loaded_total{{{_WORKER}}}": loaded}
+
+
 def _hits(found: str) -> Series:
     up = dict.fromkeys(UP, "1x800")
     return {
@@ -147,5 +151,8 @@ CASES: Final = (
         _histogram(*_LEASES, **{"0_05": "0+98x400", "0_1": "0+100x400", "+Inf": "0+100x400"}),
         _histogram(*_LEASES, **{"0_05": "0+99.5x400", "0_1": "0+100x400", "+Inf": "0+100x400"}),
     ),
+    _level('quire:disk_usable{job="gpuworker"}', "0x400", "1x400", "QuireDiskGivenUp"),
+    Case("QuireDiskLosesBlocks", _lost_on_disk("0+5x400", "0+99x400"), _lost_on_disk("0+5x400", "0+101x400")),
+    Case("QuireDiskLosesBlocks", _lost_on_disk("0+0.5x400", "0x400"), _lost_on_disk("0x40 20x400", "0x400")),
     _level('quire:migrations_total{job="router"}', "0+1x400", "0x40 12x400", "QuireSequencesMove", "15m"),
 )

@@ -25,9 +25,11 @@ async def tee() -> AsyncIterator[Tee]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def suite(tee: Tee, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
-    """Two simulated workers with so few blocks that sequences are preempted and prefixes evicted."""
+    """Two simulated workers with so few blocks that sequences are preempted and prefixes evicted, and with a disk."""
+    disk = tmp_path_factory.mktemp("disk")
     flags = ("--kv-blocks", "80", "--simulate", "base=2ms")
-    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags)
+    tiers = ("--host-memory", "64KiB", "--disk-cache", str(disk), "--disk-cache-size", "16MiB")
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=(*flags, *tiers))
     async with AsyncExitStack() as stack:
         with pytest.MonkeyPatch.context() as environment:  # for these processes alone: the fixture outlives many tests
             environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)

@@ -131,6 +131,7 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:decision_log_records",  # of a log that is an option; docker/OPERATING.md says what a drop means
         "quire:decision_log_dropped",
         "quire:decision_log_bytes",
+        "quire:disk_read_seconds",  # what a worker tells its manager, which orders fetches by it
         "quire:orphan_bytes",  # what the limits bound; the dashboard has the orphans
     }
     assert families - {_family(name) for name in asked} == unread
