@@ -24,6 +24,8 @@ def usage_to_proto(usage: Usage) -> types_pb2.Usage:
         model_drafted_tokens=min(usage.model_drafted_tokens, _MOST),
         accepted_model_draft_tokens=min(usage.accepted_model_draft_tokens, _MOST),
         host_cached_tokens=usage.host_cached_tokens,
+        disk_cached_tokens=usage.disk_cached_tokens,
+        peer_cached_tokens=usage.peer_cached_tokens,
     )
 
 
@@ -39,6 +41,8 @@ def usage_from_proto(message: types_pb2.Usage) -> Usage:
         model_drafted_tokens=message.model_drafted_tokens,
         accepted_model_draft_tokens=message.accepted_model_draft_tokens,
         host_cached_tokens=message.host_cached_tokens,
+        disk_cached_tokens=message.disk_cached_tokens,
+        peer_cached_tokens=message.peer_cached_tokens,
     )
 
 

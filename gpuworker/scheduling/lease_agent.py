@@ -176,10 +176,14 @@ class LeaseAgent:
         return Applied(admitted, preempting, dropped, len(batch.lease))
 
     def _note_loads(self, copies: Items[TierCopy], admitted: Items[Admit]) -> None:
-        """Note for whom blocks are loaded from host memory."""
-        size = self.config.block_size
+        """Note for whom blocks are loaded from host memory, and which of them were fetched before."""
+        size, fetched = self.config.block_size, dict[SequenceId, int]()
+        for admit in admitted:
+            if admit.fetched is not None:
+                first = fetched[admit.sequence] = max(0, admit.n_shared - admit.fetched.blocks)
+                self._sequences[admit.sequence].note_fetched(first * size, admit.n_shared * size, admit.fetched.source)
         for sequence, first, end in find_loads(copies, admitted):
-            self._sequences[sequence].note_loaded(first * size, end * size)
+            self._sequences[sequence].note_loaded(first * size, min(end, fetched.get(sequence, end)) * size)
             self._loaded.append((sequence, end - first))
 
     def _reset_cache(self, number: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from common.contracts.hashing import PARTIAL_HASHES, block_hash_of, little_endian_int32, next_digest, partial_hashes
 from common.contracts.lease import Reserve, RetainedBlocks
+from common.contracts.moves import FROM_DISK
 from common.contracts.types import (
     TRIMMED,
     BlockHash,
@@ -21,6 +22,9 @@ from gpuworker.scheduling.draft_tally import DraftKind, DraftTallies, DraftTally
 from gpuworker.scheduling.drafting import Drafter, NewDrafter, Outlook, Speculation
 from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.stopping import FinishCause, StopRule
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges of positions: the first one, and the one behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,9 @@ class Sequence:
     before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `hits` are ranges of
     the prompt's positions, in full blocks and in a copied part of a block, that the sequence has not computed before
     its first output token, because others did. Positions before `recompute_below` were computed or were hits in earlier
-    runs. Those of `from_host` were copied from host memory for the sequence. `announced_hits` are what was said of the
-    hits, until all is planned, and -1 where that may be lost; `granted_until` are those of the last grant.
+    runs. The blocks of those in `from_host` were copied from host memory for the sequence; those in `from_disk` and
+    `from_peers` came from there while it waited. `announced_hits` are what was said of the hits, until all is planned,
+    and -1 where that may be lost; `granted_until` are those of the last grant.
     `partial_hashes` has three for each full block, then those of the prompt's last block; it is empty where no part of
     a block is reused (`partly`). `forced`
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
@@ -84,7 +89,9 @@ class Sequence:
         "drafter",
         "drafts",
         "forced",
+        "from_disk",
         "from_host",
+        "from_peers",
         "granted_until",
         "hashed",
         "hits",
@@ -157,8 +164,10 @@ class Sequence:
         self.leaves = False
         self.sampling = 0
         self.trimmed = 0
-        self.hits: tuple[tuple[int, int], ...] = ()
-        self.from_host: tuple[tuple[int, int], ...] = ()
+        self.hits: Ranges = ()
+        self.from_host: Ranges = ()
+        self.from_disk: Ranges = ()
+        self.from_peers: Ranges = ()
         self.announced_hits: int | None = None
         self.granted_until = 0
         self.reason = FinishReason.CANCELLED
@@ -182,10 +191,9 @@ class Sequence:
         """Tokens of the prompt that the sequence has not computed before its first output token."""
         return sum(end - first for first, end in self.hits)
 
-    @property
-    def host_cached_tokens(self) -> int:
-        """Those of the cached tokens whose blocks were copied from host memory for the sequence."""
-        pairs = ((hit, copied) for hit in self.hits for copied in self.from_host)
+    def count_cached(self, ranges: Ranges) -> int:
+        """Return how many of the cached tokens are in some ranges of positions, which do not overlap."""
+        pairs = ((hit, part) for hit in self.hits for part in ranges)
         return sum(max(0, min(end, until) - max(first, begin)) for (first, end), (begin, until) in pairs)
 
     @property
@@ -214,6 +222,15 @@ class Sequence:
         """Note positions whose blocks are copied from host memory, but for those that earlier runs had."""
         if (first := max(first, self.recompute_below)) < end:
             self.from_host += ((first, end),)
+
+    def note_fetched(self, first: int, end: int, source: str) -> None:
+        """Note positions whose blocks came from a source while the sequence waited, but for those of earlier runs."""
+        if (first := max(first, self.recompute_below)) >= end:
+            return
+        if source == FROM_DISK:
+            self.from_disk += ((first, end),)
+        else:
+            self.from_peers += ((first, end),)
 
     def skip(self, position: int, block_size: int) -> None:
         """Go on from `position`, because other sequences computed those before it."""
@@ -408,5 +425,7 @@ class Sequence:
             accepted_draft_tokens=drafts.accepted,
             model_drafted_tokens=of_model.drafted,
             accepted_model_draft_tokens=of_model.accepted,
-            host_cached_tokens=self.host_cached_tokens,
+            host_cached_tokens=self.count_cached(self.from_host),
+            disk_cached_tokens=self.count_cached(self.from_disk),
+            peer_cached_tokens=self.count_cached(self.from_peers),
         )

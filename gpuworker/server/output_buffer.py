@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from common.contracts.hashing import little_endian_int32
 from common.contracts.lease import Admit
 from common.contracts.limits import MAX_OUTPUT_MESSAGE_BYTES
+from common.contracts.moves import Fetched
 from common.contracts.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
@@ -120,9 +121,11 @@ class OutputBuffer:
                 lost_seconds=waited.lost,
                 unread_seconds=waited.unread,
                 turn=self._in_turn(),
+                fetched=None if admit.fetched is None else _fetched_to_proto(admit.fetched),
             )
         )
-        self._grow(_EVENT_BYTES + len(admit.decision_id))
+        source = "" if admit.fetched is None else admit.fetched.source
+        self._grow(_EVENT_BYTES + len(admit.decision_id) + len(source))
 
     def recounted(self, handle: int, cached_tokens: int) -> None:
         """Append the cached tokens of a sequence whose admission said another number."""
@@ -220,3 +223,7 @@ class OutputBuffer:
         )
         self._sealed.append((self._gathered, message))
         self._clear()
+
+
+def _fetched_to_proto(fetched: Fetched) -> pb.Fetched:
+    return pb.Fetched(blocks=fetched.blocks, asked=fetched.asked, seconds=fetched.seconds, source=fetched.source)

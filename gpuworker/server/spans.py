@@ -18,6 +18,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer
 
 from common.contracts.errors import QuireError
 from common.contracts.lease import Admit
+from common.contracts.moves import Fetched
 from common.contracts.types import FinishReason
 from common.rpc.status import code_of
 from common.telemetry import traceparent_of
@@ -59,7 +60,8 @@ class SequenceSpans:
     def admitted(self, admit: Admit) -> None:
         """End the span of the wait for blocks."""
         if self._reserve is None:
-            self._root.add_event("admitted again", {"quire.cached_tokens": admit.cached_tokens})
+            fetched = {} if admit.fetched is None else _of_fetch(admit.fetched)
+            self._root.add_event("admitted again", {"quire.cached_tokens": admit.cached_tokens, **fetched})
             return
         self._reserve.set_attributes(
             {
@@ -70,6 +72,8 @@ class SequenceSpans:
                 "quire.decision_id": admit.decision_id,
             }
         )
+        if admit.fetched is not None:
+            self._reserve.set_attributes(_of_fetch(admit.fetched))
         self._reserve.end()
         self._reserve = None
 
@@ -121,8 +125,9 @@ class SequenceSpans:
                 "decode", context=self._context, start_time=self._decode_begin, attributes=attributes
             )
             span.end(self._decode_end)
-        if end.usage.host_cached_tokens:
-            self._root.set_attribute("quire.host_cached_tokens", end.usage.host_cached_tokens)
+        for name in ("host_cached_tokens", "disk_cached_tokens", "peer_cached_tokens"):
+            if tokens := getattr(end.usage, name):
+                self._root.set_attribute(f"quire.{name}", tokens)
         self._root.set_attribute("quire.finish_reason", str(end.reason))
         self._root.end()
 
@@ -139,3 +144,13 @@ class SequenceSpans:
         fail_server_span(self._root, code, message)
         if self._reserve is not None:
             fail_span(self._reserve, code, message)
+
+
+def _of_fetch(fetched: Fetched) -> dict[str, str | int | float]:
+    """Return what a sequence waited for, as attributes of the wait."""
+    return {
+        "quire.fetched_blocks": fetched.blocks,
+        "quire.fetch_asked_blocks": fetched.asked,
+        "quire.fetch_seconds": fetched.seconds,
+        "quire.fetch_source": fetched.source,
+    }

@@ -174,6 +174,8 @@ class RequestTrace:
                     "quire.output_tokens": event.usage.output_tokens,
                     "quire.cached_tokens": event.usage.cached_tokens,
                     "quire.host_cached_tokens": event.usage.host_cached_tokens,
+                    "quire.disk_cached_tokens": event.usage.disk_cached_tokens,
+                    "quire.peer_cached_tokens": event.usage.peer_cached_tokens,
                     "quire.preemptions": event.usage.preemptions,
                 },
                 self._clock.time_ns(),

@@ -77,7 +77,7 @@ class ClientEvents:
     def _admitted(
         self, run: RequestRun, running: Running, admitted: SequenceAdmitted, now: float
     ) -> Iterator[GenerateEvent]:
-        running.output.admitted(admitted, running.attempt, now)
+        running.output.admitted(admitted, running.attempt, now, run.log.block_size)
         yield from self._announce(run, admitted, running.output.admitted_at or now)
 
     def _announce(self, run: RequestRun, admitted: SequenceAdmitted, admitted_at: float) -> Iterator[GenerateEvent]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
+from common.contracts.moves import FROM_DISK, Fetched
 from common.contracts.types import FinishReason, Usage
 from router.contracts.events import Finished, Timings, Tokens, ValidatedRequest
 from router.contracts.ports import TextAssembler
 from router.workers.resuming import Continuation, Orphan
 from router.workers.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
 
+_SOURCES: Final = ("host_cached_tokens", "disk_cached_tokens", "peer_cached_tokens")
 # Ends that the router decides: at a stop string, and at the deadline.
 STOPPED = SequenceFinished(FinishReason.STOP, Usage())
 EXPIRED = SequenceFinished(FinishReason.DEADLINE, Usage())
@@ -48,8 +51,10 @@ class OutputStream:
         self.admitted_at: float | None = None
         self._attempt = 0
         self.cached_tokens = 0
-        # Tokens whose blocks the first run loaded from host memory, as its worker said at its start.
+        # Tokens whose blocks the first run loaded from host memory, as its worker said at its start, and those that it
+        # had waited for before: from disk, and from other workers.
         self._loaded_tokens = 0
+        self._from_disk = self._from_peers = 0
         self._computed_again = 0
         # Both as the present run found them; None in the first run.
         self._found: tuple[int, int] | None = None
@@ -61,13 +66,14 @@ class OutputStream:
         self._resumed_tokens = 0
         self._resumed_at = self._resumed_admission = 0.0
 
-    def admitted(self, event: SequenceAdmitted, attempt: int, now: float) -> None:
+    def admitted(self, event: SequenceAdmitted, attempt: int, now: float, block_size: int) -> None:
         """Note that run number `attempt` has blocks; after a preemption a run is admitted again."""
         if event.recounted:
             self._count_hits(event.cached_tokens)
         elif self.admitted_at is None:
             self.admitted_at, self._attempt = self._resumed_admission or now, attempt
             self._count_hits(event.cached_tokens)
+            self._count_fetched(event.fetched, block_size)
         elif attempt != self._attempt:
             self._attempt, self._found = attempt, (self.cached_tokens, self._computed_again)
             self._count_hits(event.cached_tokens)
@@ -77,6 +83,12 @@ class OutputStream:
         if self._found is None and self.first_token_at is None:
             self._loaded_tokens += loaded_tokens
 
+    def _count_fetched(self, fetched: Fetched | None, block_size: int) -> None:
+        """Note what the first run waited for before it was admitted."""
+        if fetched is not None:
+            tokens = fetched.blocks * block_size
+            self._from_disk, self._from_peers = (tokens, 0) if fetched.source == FROM_DISK else (0, tokens)
+
     def resume(self, orphan: Orphan, now: float) -> None:
         """Take over the times and the costs of a sequence that another router began; its tokens come again."""
         before, arrived = orphan.continuation, self._request.arrived
@@ -84,7 +96,10 @@ class OutputStream:
         if before.usage_before is not None and before.admitted_seconds is not None:
             self.admitted_at = arrived + before.admitted_seconds
             self.cached_tokens = before.usage_before.cached_tokens
-            self._loaded_tokens = before.usage_before.host_cached_tokens
+            self._from_disk = before.usage_before.disk_cached_tokens
+            self._from_peers = before.usage_before.peer_cached_tokens
+            fetched = self._from_disk + self._from_peers
+            self._loaded_tokens = before.usage_before.host_cached_tokens + fetched
             self._computed_again = before.usage_before.recomputed_tokens
             self._preemptions = before.usage_before.preemptions
         elif orphan.admitted_seconds is not None:
@@ -109,7 +124,7 @@ class OutputStream:
                 cached_tokens=self.cached_tokens,
                 recomputed_tokens=self._computed_again,
                 preemptions=self._preemptions,
-                host_cached_tokens=self._count_from_host(Usage()),
+                **self._sources(Usage()),
             ),
         )
 
@@ -128,10 +143,13 @@ class OutputStream:
         self.cached_tokens = cached - lost
         self._computed_again = again + len(self._request.prompt) + len(self.tokens) - hits - lost
 
-    def _count_from_host(self, usage: Usage) -> int:
-        """Return how many cached tokens came from host memory: as the worker says that ended the only run, or began."""
-        ended_it = usage.prompt_tokens > 0 and self._found is None
-        return min(usage.host_cached_tokens if ended_it else self._loaded_tokens, self.cached_tokens)
+    def _sources(self, usage: Usage) -> dict[str, int]:
+        """Return how many cached tokens came from where: as the worker says that ended the only run, or began."""
+        disk, peers = self._from_disk, self._from_peers
+        found = (max(0, self._loaded_tokens - disk - peers), disk, peers)
+        if usage.prompt_tokens > 0 and self._found is None:
+            found = (usage.host_cached_tokens, usage.disk_cached_tokens, usage.peer_cached_tokens)
+        return {name: min(count, self.cached_tokens) for name, count in zip(_SOURCES, found, strict=True)}
 
     @property
     def replays(self) -> bool:
@@ -184,7 +202,7 @@ class OutputStream:
             accepted_draft_tokens=ended.usage.accepted_draft_tokens,
             model_drafted_tokens=ended.usage.model_drafted_tokens,
             accepted_model_draft_tokens=ended.usage.accepted_model_draft_tokens,
-            host_cached_tokens=self._count_from_host(ended.usage),
+            **self._sources(ended.usage),
         )
         stop_token = ended.stop_token_id if self.stop_string is None else None
         ending = self.stop_string, stop_token, ended.message, ended.embedding

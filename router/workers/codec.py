@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import little_endian_int32
 from common.contracts.lease import RetainedTokens
+from common.contracts.moves import Fetched
 from common.contracts.types import (
     BlockHash,
     FinishReason,
@@ -260,8 +261,14 @@ def _admitted(message: pb.SequenceAdmitted, times: _Times) -> SequenceAdmitted:
         message.recounted,
         max(0.0, message.lost_seconds),
         max(0.0, message.unread_seconds),
+        _fetched(message.fetched) if message.HasField("fetched") else None,
         times.of(message.turn),
     )
+
+
+def _fetched(message: pb.Fetched) -> Fetched:
+    source = message.source if is_id(message.source) else ""
+    return Fetched(min(message.blocks, message.asked), message.asked, _finite(message.seconds), source)
 
 
 def _started(message: pb.SequenceStarted, times: _Times) -> SequenceStarted:

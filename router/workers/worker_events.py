@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.contracts.errors import QuireError
+from common.contracts.moves import Fetched
 from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
 from router.workers.suspicion import Breakdown
 
@@ -25,7 +26,7 @@ class SequenceAdmitted:
     """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker, which lost some of these.
 
     `recounted`: it had them before, and this is the right number of cached tokens. When its submit was read, the worker
-    had stood still for `unread_seconds`.
+    had stood still for `unread_seconds`. `fetched` says what it waited for, if something was fetched for it.
     """
 
     cached_tokens: int
@@ -36,6 +37,7 @@ class SequenceAdmitted:
     recounted: bool = False
     lost_seconds: float = 0.0
     unread_seconds: float = 0.0
+    fetched: Fetched | None = None
     when: WorkerTime | None = field(default=None, compare=False)
 
 

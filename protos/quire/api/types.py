@@ -51,7 +51,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens that one sequence cost. Of those that it drafted, the accepted ones are output. A draft model
-    guessed those of `model_drafted_tokens`. Of the cached tokens, `host_cached_tokens` were copied from host memory."""
+    guessed those of `model_drafted_tokens`. Of the cached tokens, `host_cached_tokens` were in host memory and copied
+    from there, `disk_cached_tokens` came from disk and `peer_cached_tokens` from another worker while it waited."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -63,6 +64,8 @@ class Usage:
     model_drafted_tokens: int = 0
     accepted_model_draft_tokens: int = 0
     host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
+    peer_cached_tokens: int = 0
 
 
 class KvGroupKind(StrEnum):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from common.contracts.lease import Admit, GrantBatch, TierCopy
+from common.contracts.moves import Fetched
 from common.contracts.types import BlockId, SequenceId
 from gpuworker.scheduling.batch_plan import StepResult
 from gpuworker.scheduling.frame_claims import Loads, find_loads
@@ -76,6 +81,31 @@ def test_only_hits_that_were_loaded_count() -> None:
     worker.agent.apply_grant(GrantBatch(0, admit=(admission(3, [0, 6, 7], 2),), tier=(load(1, 6),)))
     (end,) = [each for each in finished(worker).finished if each.sequence == 3]
     assert (end.usage.cached_tokens, end.usage.host_cached_tokens) == (8, 4)
+
+
+@pytest.mark.parametrize(("source", "parts"), [("disk", (4, 4, 0)), ("worker-1", (4, 0, 4))])
+def test_what_was_fetched_is_counted_by_its_source_and_not_as_host_memory(
+    source: str, parts: tuple[int, int, int]
+) -> None:
+    """Two blocks are loaded, and the second of them had been fetched."""
+    worker = with_two_frames_filled()
+    worker.submit(3, TOKENS, max_tokens=1)
+    admitted = replace(admission(3, [5, 6, 7], 2), fetched=Fetched(1, 2, 0.5, source))
+    worker.agent.apply_grant(GrantBatch(0, admit=(admitted,), tier=(load(0, 5), load(1, 6))))
+    done = finished(worker)
+    (end,) = [each for each in done.finished if each.sequence == 3]
+    usage = end.usage
+    assert (usage.host_cached_tokens, usage.disk_cached_tokens, usage.peer_cached_tokens) == parts
+    assert (usage.cached_tokens, done.loaded) == (8, {SequenceId(3): Loaded(2, 0.0)})
+
+
+def test_what_another_sequence_has_loaded_is_fetched_for_one_that_waited_too() -> None:
+    worker = with_two_frames_filled()
+    worker.submit(3, TOKENS, max_tokens=1)
+    admitted = replace(admission(3, [0, 1, 7], 2), fetched=Fetched(2, 2, 0.5))
+    worker.agent.apply_grant(GrantBatch(0, admit=(admitted,)))
+    (end,) = [each for each in finished(worker).finished if each.sequence == 3]
+    assert (end.usage.cached_tokens, end.usage.host_cached_tokens, end.usage.disk_cached_tokens) == (8, 0, 8)
 
 
 def test_what_a_sequence_computed_before_a_preemption_and_loads_after_it_is_no_hit() -> None:

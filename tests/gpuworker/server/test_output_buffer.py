@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.contracts.lease import Admit
+from common.contracts.moves import Fetched
 from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
 from gpuworker.engine.ports import Started
@@ -142,6 +143,14 @@ def test_every_finish_reason_has_its_value_on_the_wire(buffer: OutputBuffer, rea
 def test_every_miss_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reason: MissReason) -> None:
     buffer.admitted(1, admit(miss_reason=reason), Waited())
     assert types.MissReason.Name(buffer.take_outputs().admitted[0].miss_reason) == f"MISS_REASON_{reason.name}"
+
+
+def test_an_admission_says_what_was_fetched_before_it(buffer: OutputBuffer) -> None:
+    buffer.admitted(1, admit(fetched=Fetched(47, 64, 0.5, "worker-1")), Waited())
+    buffer.admitted(2, admit(), Waited())
+    first, second = buffer.take_outputs().admitted
+    assert first.fetched == pb.Fetched(blocks=47, asked=64, seconds=0.5, source="worker-1")
+    assert not second.HasField("fetched")
 
 
 def test_a_start_says_how_long_it_waited_and_for_whom_the_worker_computed(buffer: OutputBuffer) -> None:

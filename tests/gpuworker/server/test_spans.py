@@ -10,6 +10,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from common.contracts.errors import Cancelled, Unavailable
 from common.contracts.lease import Admit
+from common.contracts.moves import Fetched
 from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, Usage
 from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan
@@ -190,6 +191,21 @@ def test_what_was_loaded_from_host_memory_is_an_event_and_a_figure_of_the_sequen
     (event,) = [each for each in root.events if each.name == "loaded from host memory"]
     assert dict(event.attributes or {}) == {"quire.loaded_blocks": 47, "quire.load_seconds": 0.25}
     assert (root.attributes or {})["quire.host_cached_tokens"] == 16
+
+
+def test_what_was_fetched_stands_at_the_wait_for_blocks_and_at_the_sequence(traced: Traced) -> None:
+    traced.spans.admitted(replace(ADMIT, fetched=Fetched(47, 64, 0.031, "disk")))
+    traced.spans.admitted(replace(ADMIT, fetched=Fetched(3, 3, 0.5, "worker-1")))
+    usage = replace(USAGE, cached_tokens=32, disk_cached_tokens=16, peer_cached_tokens=8)
+    traced.spans.finished(SequenceFinished(SEQUENCE, FinishReason.LENGTH, usage))
+    root, reserve = traced.named("sequence"), traced.named("reserve")
+    names = ("fetched_blocks", "fetch_asked_blocks", "fetch_seconds", "fetch_source")
+    assert [(reserve.attributes or {})[f"quire.{name}"] for name in names] == [47, 64, 0.031, "disk"]
+    (again,) = [each for each in root.events if each.name == "admitted again"]
+    assert [(again.attributes or {})[f"quire.{name}"] for name in names] == [3, 3, 0.5, "worker-1"]
+    figures = root.attributes or {}
+    assert (figures["quire.disk_cached_tokens"], figures["quire.peer_cached_tokens"]) == (16, 8)
+    assert "quire.host_cached_tokens" not in figures
 
 
 def test_a_sequence_that_loads_nothing_has_no_figure_of_it(traced: Traced) -> None:

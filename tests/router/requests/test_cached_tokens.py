@@ -95,15 +95,34 @@ async def test_a_stop_text_ends_a_request_that_was_loaded_as_its_start_said(bloc
         assert (usage.cached_tokens, usage.host_cached_tokens) == (40, hosted)
 
 
+@pytest.mark.parametrize(
+    ("source", "sources"), [("disk", (8, 20, 0)), ("worker-1", (8, 0, 20))], ids=["disk", "another worker"]
+)
+async def test_what_was_fetched_is_not_what_was_in_host_memory(source: str, sources: tuple[int, int, int]) -> None:
+    """Of ten cached blocks five were fetched and loaded, two were loaded, and three were in the pool."""
+    worker = FakeWorker()
+    stopping = request(prompt=48, max_tokens=8, stop=("<100>",))
+    async with frontend_over(worker) as harness, in_background(harness, stopping) as task:
+        await worker.until(lambda: bool(worker.submits))
+        fetched = pb.Fetched(blocks=5, asked=6, seconds=0.5, source=source)
+        worker.step(admissions=[pb.SequenceAdmitted(handle=1, cached_tokens=40, fetched=fetched)])
+        worker.step(started=[pb.SequenceStarted(handle=1, loaded_blocks=7)])
+        worker.step({1: [100]})
+        usage = ends_of(await task)[0].usage
+        assert (usage.host_cached_tokens, usage.disk_cached_tokens, usage.peer_cached_tokens) == sources
+
+
 async def test_the_worker_that_ends_a_request_says_what_of_it_was_loaded() -> None:
     worker = FakeWorker()
     async with frontend_over(worker) as harness, in_background(harness, request(prompt=48, max_tokens=1)) as task:
         await started_with_loads(harness, worker, 2)
-        said = types_pb2.Usage(prompt_tokens=48, cached_tokens=40, output_tokens=1, host_cached_tokens=16)
+        parts = {"host_cached_tokens": 16, "disk_cached_tokens": 8, "peer_cached_tokens": 4}
+        said = types_pb2.Usage(prompt_tokens=48, cached_tokens=40, output_tokens=1, **parts)
         end = pb.SequenceFinished(handle=1, reason=types_pb2.FINISH_REASON_LENGTH, usage=said)
         worker.step({1: [100]}, ended=[end])
         usage = ends_of(await task)[0].usage
         assert (usage.cached_tokens, usage.host_cached_tokens) == (40, 16)
+        assert (usage.disk_cached_tokens, usage.peer_cached_tokens) == (8, 4)
 
 
 async def test_another_worker_does_not_change_what_was_loaded_for_the_first_run() -> None:

@@ -10,6 +10,7 @@ from google.rpc import status_pb2
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import little_endian_int32
+from common.contracts.moves import Fetched
 from common.contracts.types import (
     Constraint,
     ConstraintKind,
@@ -32,7 +33,15 @@ from router.workers.codec import (
     refusal_from_proto,
     submit_to_proto,
 )
-from router.workers.worker_events import Lost, PromptScored, Refused, SequenceStarted, TokensSampled, WorkerTime
+from router.workers.worker_events import (
+    Lost,
+    PromptScored,
+    Refused,
+    SequenceAdmitted,
+    SequenceStarted,
+    TokensSampled,
+    WorkerTime,
+)
 
 GROUPS = (KvGroup(KvGroupKind.FULL, 0, 2, (0, 3)), KvGroup(KvGroupKind.CHUNK, 64, 1, (1, 2)))
 FLAGS = ("manager_attached", "draining", "migrating")
@@ -138,3 +147,19 @@ def test_a_start_says_what_was_loaded_from_host_memory(said: float, known: float
     started = pb.SequenceStarted(handle=1, loaded_blocks=47, load_seconds=said, spared_seconds=said)
     ((_, event),) = events_of(pb.StepOutputs(started=[started]))
     assert event == SequenceStarted(0.0, 0, "", None, 47, known, known)
+
+
+@pytest.mark.parametrize(("said", "known"), [(0.25, 0.25), (float("nan"), 0.0), (-1.0, 0.0)])
+def test_an_admission_says_what_was_fetched_before_it(said: float, known: float) -> None:
+    fetched = pb.Fetched(blocks=47, asked=64, seconds=said, source="disk")
+    ((_, event),) = events_of(pb.StepOutputs(admitted=[pb.SequenceAdmitted(handle=1, fetched=fetched)]))
+    assert isinstance(event, SequenceAdmitted)
+    assert event.fetched == Fetched(47, 64, known, "disk")
+
+
+@pytest.mark.parametrize("source", ["", "a\nb", "x" * 1000])
+def test_a_source_that_is_no_id_is_left_out_and_no_more_came_than_was_asked_for(source: str) -> None:
+    fetched = pb.Fetched(blocks=9, asked=3, source=source)
+    ((_, event),) = events_of(pb.StepOutputs(admitted=[pb.SequenceAdmitted(handle=1, fetched=fetched)]))
+    assert isinstance(event, SequenceAdmitted)
+    assert event.fetched == Fetched(3, 3, 0.0, "")

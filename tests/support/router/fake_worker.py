@@ -222,7 +222,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         outputs = pb.StepOutputs(
             seq=self._seq,
             step=self._seq,
-            admitted=admissions,
+            admitted=[*admissions, *more.pop("admissions", [])],
             handles=little_endian_int32(list(tokens)),
             counts=little_endian_int32([len(some) for some in tokens.values()]),
             token_ids=little_endian_int32(sampled),

@@ -793,6 +793,7 @@ class SequenceAdmitted(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     LOST_SECONDS_FIELD_NUMBER: _builtins.int
     UNREAD_SECONDS_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     cached_tokens: _builtins.int
     """Tokens of the prompt that the sequence need not compute."""
@@ -812,6 +813,10 @@ class SequenceAdmitted(_message.Message):
     """Of reserve_seconds, those that the worker lost."""
     unread_seconds: _builtins.float
     """For how long the worker had stood still when it read the submit: the submit may have lain unread for as long."""
+    @_builtins.property
+    def fetched(self) -> Global___Fetched:
+        """What was fetched while the sequence waited; absent: it waited for no fetch."""
+
     def __init__(
         self,
         *,
@@ -825,14 +830,50 @@ class SequenceAdmitted(_message.Message):
         turn: _builtins.int = ...,
         lost_seconds: _builtins.float = ...,
         unread_seconds: _builtins.float = ...,
+        fetched: Global___Fetched | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fetched", b"_fetched", "fetched", b"fetched"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fetched", b"_fetched", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "fetched", b"fetched", "handle", b"handle", "lost_seconds", b"lost_seconds", "miss_reason", b"miss_reason", "recounted", b"recounted", "reserve_seconds", b"reserve_seconds", "turn", b"turn", "unread_seconds", b"unread_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fetched: _TypeAlias = _typing.Literal["fetched"]  # noqa: Y015
+    _WhichOneofArgType__fetched: _TypeAlias = _typing.Literal["_fetched", b"_fetched"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fetched) -> _WhichOneofReturnType__fetched | None: ...
+
+Global___SequenceAdmitted: _TypeAlias = SequenceAdmitted  # noqa: Y015
+
+@_typing.final
+class Fetched(_message.Message):
+    """Blocks that came to the worker's host memory while a sequence waited for them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Those that the sequence shares now, and those that it had asked for."""
+    asked: _builtins.int
+    seconds: _builtins.float
+    """Of reserve_seconds."""
+    source: _builtins.str
+    """"disk", or the id of the worker from which they came."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        asked: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "handle", b"handle", "lost_seconds", b"lost_seconds", "miss_reason", b"miss_reason", "recounted", b"recounted", "reserve_seconds", b"reserve_seconds", "turn", b"turn", "unread_seconds", b"unread_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "blocks", b"blocks", "seconds", b"seconds", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SequenceAdmitted: _TypeAlias = SequenceAdmitted  # noqa: Y015
+Global___Fetched: _TypeAlias = Fetched  # noqa: Y015
 
 @_typing.final
 class SequenceStarted(_message.Message):
