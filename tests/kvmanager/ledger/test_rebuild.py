@@ -218,6 +218,7 @@ def test_an_inventory_that_contradicts_itself_is_refused(columns: dict[str, Any]
         rebuilt(8, **columns)
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("seed", range(6))
 def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> None:
     """Block tables, leases and the prefix map survive; free and cached blocks may change places in their orders."""

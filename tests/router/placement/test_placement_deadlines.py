@@ -55,6 +55,7 @@ def test_of_many_workers_one_in_time_is_found_beyond_those_that_are_drawn() -> N
     assert found == {"w0"}
 
 
+@pytest.mark.searches
 def test_deadlines_that_no_worker_keeps_look_at_all_of_many_only_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,6 +109,7 @@ def test_what_one_request_asked_refuses_no_other_one(first: PlacementRequest | N
         assert chooses.soonest_s(placement(), many, {}, has_room=False) == pytest.approx(100 * TOKEN + STEP)
 
 
+@pytest.mark.searches
 def test_a_request_that_may_be_in_time_at_a_worker_that_was_not_priced_is_not_refused() -> None:
     """The others lack blocks for it, and have some for a smaller one: their bounds are lower than that of w499."""
     busy = Load(running=3, unheld_blocks=3)
@@ -120,6 +122,7 @@ def test_a_request_that_may_be_in_time_at_a_worker_that_was_not_priced_is_not_re
     assert any(chosen(choice) != "w499" for choice in choices), "else every one of them was priced"
 
 
+@pytest.mark.searches
 def test_between_two_looks_at_all_a_full_worker_that_was_the_soonest_is_known() -> None:
     """It may be in time later, so it keeps the request from its refusal."""
     many = [worker(f"w{number}") for number in range(500)]
@@ -133,6 +136,7 @@ def test_between_two_looks_at_all_a_full_worker_that_was_the_soonest_is_known() 
         assert choice.least_s < 1.0
 
 
+@pytest.mark.searches
 def test_between_two_looks_at_all_a_worker_that_hangs_is_known() -> None:
     """It may go on at any moment. So what is before a request at the others refuses none."""
     ahead = Load(running=1, unheld_blocks=64, pending_prefill_tokens=10_000)

@@ -48,6 +48,7 @@ def test_leaves_leave_first(policy: str) -> None:
     ledger.check_invariants()
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prefix_outlives_all_that_extends_it(policy: str) -> None:
     """Random prompts of a small tree on a small pool: the map is closed under prefixes after each request."""
@@ -58,6 +59,7 @@ def test_a_prefix_outlives_all_that_extends_it(policy: str) -> None:
     assert ledger.pool_counts().totals.evictions > 50
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("policy", LEARNED)
 def test_a_popular_prefix_survives_what_is_used_once(policy: str) -> None:
     hot = prompt(64)
@@ -67,6 +69,7 @@ def test_a_popular_prefix_survives_what_is_used_once(policy: str) -> None:
     assert (cached_tokens(ledger, hot), cached_tokens(plain, hot)) == (64, 0)
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("policy", LEARNED)
 def test_what_was_learned_survives_a_rebuild(policy: str) -> None:
     """The inventory gives the blocks back, not what is known of them; nothing breaks, and the policy goes on."""
@@ -135,6 +138,7 @@ def test_an_inventory_leaves_each_cached_block_evictable(policy: str) -> None:
     assert ledger.pool_counts().cached == 0
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_requests_give_the_same_evictions(policy: str) -> None:
     def life() -> list[object]:
