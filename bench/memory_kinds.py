@@ -110,7 +110,15 @@ _HYBRID: Final = {
     "linear_value_head_dim": 64,
     "max_position_embeddings": 4096,
 }
-_BLOCK_SIZE, _ROWS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 8, 512, 33
+_BLOCK_SIZE, _ROWS = 16, 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """Tokens of each prompt and of each output whose rates are measured."""
+
+    prompt: int = 512
+    output: int = 33
 
 
 def geometry_of(shape: Shape) -> KvGeometry:
@@ -151,28 +159,28 @@ def byte_figures(name: str, shape: Shape) -> Iterator[tuple[str, float, str]]:
     yield f"every_head_{name}", expanded / kept, "K and V of every head over latents"
 
 
-def _plane(shape: Mapping[str, object] = _SMALL, impl: str = "transformers") -> ModelPlane:
-    slots = _ROWS * (_PROMPT_TOKENS + _OUTPUT_TOKENS + 2 * _BLOCK_SIZE)
+def _plane(size: Size, shape: Mapping[str, object] = _SMALL, impl: str = "transformers") -> ModelPlane:
+    slots = _ROWS * (size.prompt + size.output + 2 * _BLOCK_SIZE)
     options = {"device": "cpu", "dtype": "float32", "kv_blocks": slots // _BLOCK_SIZE, "block_size": _BLOCK_SIZE}
     return data_plane(None, shape, model_impl=impl, max_num_seqs=_ROWS, prefix_caching=False, **options)
 
 
-def _rates(worker: BenchWorker, seed: int) -> tuple[float, float]:
+def _rates(worker: BenchWorker, size: Size, seed: int) -> tuple[float, float]:
     """Return tokens a second of prefills and of decodes, of all rows together."""
-    run: Run = worker.load(random_prompts(_ROWS, _PROMPT_TOKENS, seed), _OUTPUT_TOKENS)
+    run: Run = worker.load(random_prompts(_ROWS, size.prompt, seed), size.output)
     first = max(run.first_tokens)
     return run.prompt_tokens / first, (run.tokens - _ROWS) / (run.seconds - first)
 
 
-def rate_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
+def rate_figures(rounds: int, size: Size) -> Iterator[tuple[str, float, str]]:
     """Yield the rates with latents over those with every head: medians of so many rounds, in turns."""
     with every_head():
-        theirs = _plane()
-    ours = _plane()
+        theirs = _plane(size)
+    ours = _plane(size)
     with plane_worker(ours, _BLOCK_SIZE) as with_latents, plane_worker(theirs, _BLOCK_SIZE) as with_heads:
         pairs = []
         for seed in range(rounds + 1):
-            pairs.append((_rates(with_latents, seed), _rates(with_heads, seed)))
+            pairs.append((_rates(with_latents, size, seed), _rates(with_heads, size, seed)))
             progress(f"round {seed} of {rounds}")
     for at, name in enumerate(("prefill", "decode")):
         ratios = [one[at] / other[at] for one, other in pairs[1:]]  # the first touches memory for the first time
@@ -182,7 +190,7 @@ def rate_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
 
 
 @torch.inference_mode()
-def _generated(plane: ModelPlane, prompts: Sequence[Sequence[int]]) -> float:
+def _generated(plane: ModelPlane, prompts: Sequence[Sequence[int]], output: int) -> float:
     """Return tokens a second of transformers' `generate` for one batch, prompts and outputs together."""
     model: Any = plane.model
     ids = torch.tensor(prompts)
@@ -190,28 +198,28 @@ def _generated(plane: ModelPlane, prompts: Sequence[Sequence[int]]) -> float:
     try:
         began = time.perf_counter()
         model.module.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=_OUTPUT_TOKENS, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, do_sample=False, pad_token_id=0
         )
-        return len(prompts) * (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (time.perf_counter() - began)
+        return (ids.numel() + len(prompts) * output) / (time.perf_counter() - began)
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
 
 
-def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
+def hybrid_figures(rounds: int, size: Size) -> Iterator[tuple[str, float, str]]:
     """Yield the rates of a model whose layers keep states over those of `generate`: medians of rounds, in turns.
 
     `hosted` is on transformers' code, `native` in C++.
     """
-    hosted, native = _plane(_HYBRID), _plane(_HYBRID, "native")
+    hosted, native = _plane(size, _HYBRID), _plane(size, _HYBRID, "native")
     with plane_worker(hosted, _BLOCK_SIZE) as on_theirs, plane_worker(native, _BLOCK_SIZE) as on_ours:
         workers = {"hosted": on_theirs, "native": on_ours}
         for rows in (1, _ROWS):
             ratios: dict[str, list[float]] = {name: [] for name in workers}
             for seed in range(rounds + 1):
-                prompts = random_prompts(rows, _PROMPT_TOKENS, seed)
-                generated = _generated(hosted, prompts)
+                prompts = random_prompts(rows, size.prompt, seed)
+                generated = _generated(hosted, prompts, size.output)
                 for name, worker in workers.items():
-                    run = worker.load(prompts, _OUTPUT_TOKENS)
+                    run = worker.load(prompts, size.output)
                     ratios[name].append((run.prompt_tokens + run.tokens) / run.seconds / generated)
                 progress(f"hybrid, batch {rows}: round {seed} of {rounds}")
             for name, found in ratios.items():
@@ -229,6 +237,8 @@ def main() -> None:
     named = list(dict.fromkeys([*SHAPES, *MODELS, *HYBRIDS, _TRACES]))
     flags.add_argument("--only", choices=named, nargs="+", default=named, help="some models")
     flags.add_argument("--rounds", type=int, default=7, help="rounds of the rates; 0 takes none")
+    flags.add_argument("--prompt", type=int, default=Size.prompt, help="tokens of a prompt of the rates")
+    flags.add_argument("--output", type=int, default=Size.output, help="tokens of an output of the rates")
     flags.add_argument("--older", type=Path, metavar="TREE", help="a checkout of this project to compare with")
     flags.add_argument("--older-rounds", type=int, default=5, help="rounds of the comparison, of 21 pairs each")
     args = flags.parse_args()
@@ -243,7 +253,8 @@ def main() -> None:
     if args.older is not None:
         found += one_kind_figures(args.older, args.older_rounds)
     if args.rounds:
-        found += [*rate_figures(args.rounds), *hybrid_figures(args.rounds)]
+        size = Size(args.prompt, args.output)
+        found += [*rate_figures(args.rounds, size), *hybrid_figures(args.rounds, size)]
     report(
         "memory_kinds", {name: value for name, value, _ in found}, {name: words for name, _, words in found}, args.json
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -60,6 +61,8 @@ def test_the_figures_have_their_fixed_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench.fairness", "--json", "--seeds", "1", "--seconds", "12"])
+    short = {name: replace(each, seconds=4.0, huge_at=1.0) for name, each in long_prompts.MACHINES.items()}
+    monkeypatch.setattr(long_prompts, "figures_of", partial(long_prompts.figures_of, machines=short))
     fairness.main()
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = ("huge_wait_s", "behind_wait_p50_s", "behind_wait_p90_s", "huge_preemptions", "low_priority_wait_s")

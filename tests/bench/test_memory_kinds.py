@@ -14,9 +14,16 @@ from gpuworker.memory.byte_plan import BytePlan
 from tests.support.bench_process import run_benchmark
 
 
-def test_a_token_takes_its_latent_alone() -> None:
-    figures, _ = run_benchmark("memory_kinds", "--only", "deepseek_v3", "minicpm3", "--rounds", "0")
-    assert figures == {
+@pytest.fixture(scope="module")
+def figures() -> dict[str, float]:
+    """The figures of a run without rates, of models of each kind."""
+    named = ("deepseek_v3", "minicpm3", "gpt_oss_20b", "gemma3_27b", "minimax_m2", "lfm2_2_6b")
+    return run_benchmark("memory_kinds", "--only", *named, "--rounds", "0")[0]
+
+
+def test_a_token_takes_its_latent_alone(figures: dict[str, float]) -> None:
+    found = {name: value for name, value in figures.items() if name.endswith(("deepseek_v3", "minicpm3"))}
+    assert found == {
         "latent_bytes_deepseek_v3": 1.0,
         "kib_a_token_deepseek_v3": (512 + 64) * 61 * 2 / 1024,
         "every_head_deepseek_v3": pytest.approx(128 * (128 + 64 + 128) / (512 + 64), abs=1e-6),
@@ -26,8 +33,7 @@ def test_a_token_takes_its_latent_alone() -> None:
     }
 
 
-def test_windows_leave_room_and_hits_are_the_best_possible() -> None:
-    figures, _ = run_benchmark("memory_kinds", "--only", "gpt_oss_20b", "gemma3_27b", "minimax_m2", "--rounds", "0")
+def test_windows_leave_room_and_hits_are_the_best_possible(figures: dict[str, float]) -> None:
     shares = {name: value for name, value in figures.items() if name.startswith("capacity_share")}
     assert len(shares) == 9
     assert min(shares.values()) > 0.95
@@ -36,11 +42,12 @@ def test_windows_leave_room_and_hits_are_the_best_possible() -> None:
         4096 * 62 / (4096 * 10 + 66 * 52), abs=1e-4
     )
     assert figures["capacity_over_one_group_minimax_m2_64k"] == pytest.approx(1, abs=1e-4)
-    assert {value for name, value in figures.items() if name.startswith("hits")} == {1.0}
+    hits = {name: value for name, value in figures.items() if name.startswith("hits") and "lfm2" not in name}
+    assert hits
+    assert {*hits.values()} == {1.0}
 
 
-def test_hybrids_go_on_from_checkpoints() -> None:
-    figures, _ = run_benchmark("memory_kinds", "--only", "lfm2_2_6b", "--rounds", "0")
+def test_hybrids_go_on_from_checkpoints(figures: dict[str, float]) -> None:
     for shared in (240, 2000):
         requests = [figures[f"hits_lfm2_2_6b_system_{shared}_request_{number}"] for number in (1, 2, 3)]
         assert requests == [0, 0, 1], "the second one leaves a checkpoint where it parts from the first"
@@ -98,7 +105,7 @@ def test_a_tree_costs_what_it_costs_and_an_older_one_must_do_the_same_work(tmp_p
 
 
 def test_the_engine_runs_both_ways() -> None:
-    figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1")
+    figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1", "--prompt", "48", "--output", "5")
     assert figures["prefill_over_every_head"] > 0
     assert figures["decode_over_every_head"] > 0
     assert figures["hosted_hybrid_1"] > 0
