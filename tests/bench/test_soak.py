@@ -21,7 +21,7 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     ]
     (tmp_path / "plan.json").write_text(written(plan))
     words = ["--minutes", "0.35", "--calm-minutes", "0.05", "--plan", str(tmp_path / "plan.json")]
-    sizes = ("--layers", "mixed", "--kv-blocks", "600", "--clients", "6", "--simulate", "base=2ms")
+    sizes = ("--layers", "mixed", "--kv-blocks", "600", "--clients", "6", "--simulate", "base=8ms")
     figures, lines = run_benchmark("soak", *words, *sizes)
     _nothing_is_wrong(figures)
     assert figures["tokens_cached"] > 0

@@ -31,7 +31,7 @@ def test_the_figures_of_a_model(tmp_path: Path) -> None:
         str(checkpoint("llama")),
         *FLAGS,
         "--seconds",
-        "60",
+        "30",
         "--figures-only",
         "--json",
         "--plot",
