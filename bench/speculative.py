@@ -80,6 +80,8 @@ class Pair:
 
     plain: BenchWorker
     drafting: BenchWorker
+    most: int
+    """Output tokens of a stream, at most."""
     differing: int = 0
     turns: int = 0
 
@@ -125,7 +127,7 @@ def pair(stack: ExitStack, model: str | None, args: argparse.Namespace, **option
     if plane.draft is not None:
         stack.callback(plane.draft.close)
     plain, drafting = plane_worker(plane, _BLOCK, new_drafter=None, draft_model=None), plane_worker(plane, _BLOCK)
-    return Pair(stack.enter_context(plain), stack.enter_context(drafting))
+    return Pair(stack.enter_context(plain), stack.enter_context(drafting), args.output)
 
 
 def smollm2_prompts(tokenizer: Tokenizer) -> list[list[int]]:
@@ -164,7 +166,7 @@ def copies(stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
 
 
 def _copied(both: Pair, prompt: list[int], salt: str) -> Copied:
-    plain, drafting = both.run(Workload("copy", [Request("0", prompt, _COPIED)]), salt)
+    plain, drafting = both.run(Workload("copy", [Request("0", prompt, min(_COPIED, both.most))]), salt)
     return Copied(plain.tokens, (_answered(plain), _answered(drafting)), (plain.seconds, drafting.seconds))
 
 
@@ -237,7 +239,7 @@ def _sampled(both: Pair, args: argparse.Namespace, name: str, streams: int) -> f
     rng, ratios = random.Random(streams), list[float]()
     for turn in range(-1, args.rounds):  # the first one warms up
         prompts = [[rng.randrange(100, 2000) for _ in range(64)] for _ in range(streams)]
-        requests = [Request(str(number), prompt, _GUESSED) for number, prompt in enumerate(prompts)]
+        requests = [Request(str(number), prompt, min(_GUESSED, both.most)) for number, prompt in enumerate(prompts)]
         plain, drafting = both.run(Workload("draft", requests), f"{name}{turn}")
         ratios += [drafting.seconds / plain.seconds] if turn >= 0 else []
         progress(f"{name}, round {turn + 1} of {args.rounds}", end=True)
@@ -252,7 +254,7 @@ def without_a_pattern(stack: ExitStack, args: argparse.Namespace) -> dict[str, f
         worker.sampling = SamplingParams(temperature=1.0, seed=7, ignore_eos=True)
     for turn in range(-1, args.rounds):
         prompts = [[rng.randrange(100, 8000) for _ in range(32)] for _ in range(_STREAMS)]
-        requests = [Request(str(number), prompt, _SAMPLED) for number, prompt in enumerate(prompts)]
+        requests = [Request(str(number), prompt, min(_SAMPLED, both.most)) for number, prompt in enumerate(prompts)]
         plain, drafting = both.run(Workload("random", requests), f"r{turn}")
         if turn >= 0:  # the first one warms up
             ratios.append(drafting.seconds / plain.seconds)
@@ -280,6 +282,7 @@ def main() -> None:
     flags.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     flags.add_argument("--threads", type=int, default=1, help="threads of the engine")
     flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--output", type=int, default=_COPIED, help="output tokens of a stream, at most")
     args = flags.parse_args()
     figures: dict[str, float] = {}
     try:

@@ -8,10 +8,12 @@ from bench.speculative import Copied, figures_of
 from gpuworker.native.library import best
 from tests.support.bench_process import run_benchmark
 
+SHORT = ("--output", "40")
+
 
 @pytest.mark.skipif(best() is None, reason="the native library was not built")
 def test_copies_have_the_tokens_of_plain_decoding() -> None:
-    figures, _ = run_benchmark("speculative", "--copy", "demo", "--only", "copy", "--rounds", "1")
+    figures, _ = run_benchmark("speculative", "--copy", "demo", "--only", "copy", "--rounds", "1", *SHORT)
     assert figures["tokens_differing"] == 0
     assert figures["speedup_copy"] > 0
     assert figures["plain_copy"] > 0
@@ -21,7 +23,7 @@ def test_copies_have_the_tokens_of_plain_decoding() -> None:
 @pytest.mark.skipif(best() is None, reason="the native library was not built")
 def test_streams_with_a_draft_model_have_the_tokens_of_plain_decoding() -> None:
     """The decision whether it pays is made by times; so some drafts are not to be expected here."""
-    figures, _ = run_benchmark("speculative", "--only", "draft", "--rounds", "1", "--target", "small")
+    figures, _ = run_benchmark("speculative", "--only", "draft", "--rounds", "1", "--target", "small", *SHORT)
     assert figures["tokens_differing"] == 0
     assert figures["speedup_draft"] > 0
     assert figures["slowdown_wrong_draft"] > 0
@@ -29,7 +31,7 @@ def test_streams_with_a_draft_model_have_the_tokens_of_plain_decoding() -> None:
 
 
 def test_copies_of_a_model_with_states_have_the_tokens_of_plain_decoding() -> None:
-    figures, _ = run_benchmark("speculative", "--only", "states", "--rounds", "1", "--target", "small")
+    figures, _ = run_benchmark("speculative", "--only", "states", "--rounds", "1", "--target", "small", *SHORT)
     assert figures["tokens_differing"] == 0
     assert figures["speedup_states"] > 0
     assert 0 <= figures["states_accepted_share"] <= 1

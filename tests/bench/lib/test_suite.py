@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import AsyncIterator
 from functools import partial
+
+import pytest
+import pytest_asyncio
 
 from bench.lib.checkpoints import SMALL, checkpoint
 from bench.lib.workloads import make
 from bench.serve import bench_options, suite_flags
 from bench.tracing import DECLINED, WANTED
 from cli.benchmark.requests import equal_requests
-from cli.benchmark.served import processor_seconds, served_suite
+from cli.benchmark.served import ServedSuite, processor_seconds, served_suite
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
 
@@ -28,16 +32,23 @@ def test_a_level_is_that_of_the_workers() -> None:
     assert flags[flags.index("--cpu-level") + 1] == "avx2"
 
 
-async def test_a_workload_goes_through_all_processes() -> None:
-    args = argparse.Namespace(block_size=16, threads=1, level=None, trace_sample_ratio=0.0)
-    workload = make("W3", scale=0.01)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[ServedSuite]:
+    """A suite that traces the requests that want it."""
+    args = argparse.Namespace(block_size=16, threads=1, level=None, trace_sample_ratio=1.0)
     with checkpoint(None, SHAPE) as (folder, load_format):
         options = bench_options(str(folder), load_format, args, "float32", caching=True)
         async with served_suite(options) as suite:
-            (seconds, first), (_, again), (_, cold) = [await suite.run(workload, salt) for salt in ("a", "a", "b")]
-            assert suite.start_seconds > 0
-            assert suite.peak_rss().keys() == {"redis", "kvmanager", "worker-0", "router"}
-            assert min(suite.peak_rss().values()) > 1.0
+            yield suite
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_workload_goes_through_all_processes(served: ServedSuite) -> None:
+    workload = make("W3", scale=0.01)
+    (seconds, first), (_, again), (_, cold) = [await served.run(workload, salt) for salt in ("a", "a", "b")]
+    assert served.start_seconds > 0
+    assert served.peak_rss().keys() == {"redis", "kvmanager", "worker-0", "router"}
+    assert min(served.peak_rss().values()) > 1.0
     assert list(first) == ["c00t0", "c00t1", "c00t2", "c00t3"]
     assert [len(record.tokens) for record in first.values()] == [48] * 4
     assert seconds >= max(record.times[-1] for record in first.values()) - first["c00t0"].submitted
@@ -48,17 +59,14 @@ async def test_a_workload_goes_through_all_processes() -> None:
     assert cached[1] == [48, 160, 272, 384], "its own prompt but the last token"
 
 
-async def test_one_suite_traces_the_requests_that_want_it_and_no_others() -> None:
-    args = argparse.Namespace(block_size=16, threads=1, level=None, trace_sample_ratio=1.0)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_suite_traces_the_requests_that_want_it_and_no_others(served: ServedSuite) -> None:
     workload, named = equal_requests(40, 4, 2, 0), "0af7651916cd43dd8448eb211c80319c"
-    with checkpoint(None, SHAPE) as (folder, load_format):
-        options = bench_options(str(folder), load_format, args, "float32", caching=True)
-        async with served_suite(options) as suite:
-            found = {}
-            for flag in (WANTED, DECLINED):
-                traceparent = f"00-{named}-b7ad6b7169203331-{flag}"
-                _, records = await suite.run(workload, flag, partial(str, traceparent))
-                found[flag] = {record.trace_id for record in records.values()}
+    found = {}
+    for flag in (WANTED, DECLINED):
+        traceparent = f"00-{named}-b7ad6b7169203331-{flag}"
+        _, records = await served.run(workload, flag, partial(str, traceparent))
+        found[flag] = {record.trace_id for record in records.values()}
     assert found == {WANTED: {named}, DECLINED: {""}}
 
 
