@@ -24,6 +24,7 @@ from common.process import ports
 from common.process.local_redis import LocalRedis
 from gpuworker.native.levels import levels_here
 from tests.support.durations import read_durations
+from tests.support.halves import in_half
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:
@@ -137,6 +138,8 @@ _EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/
 # The expressions of `make test` and `make test-rest`.
 _TEST, _TEST_REST = "not clients and not rest", "clients or rest"
 _ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
+# `.ci/run` takes one half of the rest's files each day, and those that have changed (tests/support/halves.py).
+_HALF, _CHANGED = os.environ.get("REST_HALF", ""), os.environ.get("REST_CHANGED", "")
 
 
 def _within(path: Path, names: str) -> bool:
@@ -200,7 +203,11 @@ def _is_of_the_other_part(path: Path, expression: str) -> bool:
     of_rest = any(need in ("clients", "rest") for need in _needs(path))
     if expression == _TEST:
         return of_rest
-    if expression != _TEST_REST or of_rest or not path.name.startswith("test_"):
+    if expression != _TEST_REST or not path.name.startswith("test_"):
+        return False
+    if _HALF and not in_half(path.relative_to(_HERE.parent).as_posix(), int(_HALF), _CHANGED.split()):
+        return True
+    if of_rest:
         return False
     # A test on a level of native code may be of the rest by its parameters.
     return not _within(path, "gpuworker") and "mark.rest" not in path.read_text()

@@ -1,0 +1,40 @@
+"""Which half of the tests of `make test-rest` `.ci/run` takes: the day of the last commit decides.
+
+Files that the commits of the last three hours have changed are always taken. `python -m tests.support.halves` prints
+the variables for the shell.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from collections.abc import Collection
+from typing import Final
+
+_DAY: Final = 86400
+_RECENT: Final = 3 * 3600
+
+
+def half_of(seconds: int) -> int:
+    """Return the half of a day, by unix seconds."""
+    return seconds // _DAY % 2
+
+
+def in_half(name: str, half: int, always: Collection[str] = ()) -> bool:
+    """Return whether a file, named from the top of the tree, is in a half; those of `always` are in both."""
+    return name in always or zlib.crc32(name.encode()) % 2 == half
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    last = int(_git("show", "-s", "--format=%ct"))
+    changed = _git("log", f"--since=@{last - _RECENT}", "--name-only", "--format=", "--", "tests")
+    print(f"REST_HALF={half_of(last)}")  # noqa: T201
+    print(f"REST_CHANGED='{' '.join(sorted(set(changed.split())))}'")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
