@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.contracts.lease import GrantBatch, Report
+from common.contracts.moves import MoveCosts, MoveEnd
 from common.contracts.types import BlockId, SequencePhase
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.ledger import Ledger
@@ -40,6 +41,7 @@ class LedgerLife(RuleBasedStateMachine):
         greedy=st.booleans(),
         first_part=st.sampled_from([1, 4, 256]),
         host_frames=st.sampled_from([0, 0, 1, 3, 12]),
+        disk_frames=st.sampled_from([0, 1, 4, 12]),
     )
     def start(
         self,
@@ -112,9 +114,29 @@ class LedgerLife(RuleBasedStateMachine):
     def batch_arrives(self) -> None:
         self.worker.deliver(self.batches.pop(0))
 
+    @precondition(lambda self: self.worker.transfers)
+    @rule(data=st.data(), end=st.sampled_from(MoveEnd))
+    def transfer_ends(self, data: st.DataObject, end: MoveEnd) -> None:
+        self.worker.end_transfer(data.draw(st.sampled_from(list(self.worker.transfers))), end)
+
+    def end_transfers(self, most: int) -> None:
+        """The oldest transfers end well."""
+        for number in list(self.worker.transfers)[:most]:
+            self.worker.end_transfer(number, MoveEnd.DONE)
+
+    @rule(costs=st.builds(MoveCosts, st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 0.9])))
+    def costs_change(self, costs: MoveCosts) -> None:
+        self.worker.costs = costs
+
+    @precondition(lambda self: self.worker.saved)
+    @rule()
+    def the_disk_fails(self) -> None:
+        self.worker.close_disk()
+
     @rule(rounds=st.integers(1, 6), budget=st.sampled_from([2, 64]))
     def round_trips(self, rounds: int, budget: int) -> None:
         for _ in range(rounds):
+            self.end_transfers(3)
             self.step(budget)
             while self.reports:
                 self.report_arrives()
@@ -140,6 +162,13 @@ class LedgerLife(RuleBasedStateMachine):
             self.ledger.reset_cache(self.resets)
         self.ledger.check_invariants()
         self.schedule()
+
+    @rule()
+    def the_worker_restarts(self) -> None:
+        """Another process begins with what the first one left on disk."""
+        self.worker.restart()
+        self.dropped.clear()
+        self.stream_breaks()
 
     @rule()
     def all_leave_and_the_stream_breaks(self) -> None:
@@ -214,6 +243,7 @@ class LedgerLife(RuleBasedStateMachine):
                     self.batch_arrives()
             if not (self.worker.live or self.worker.ended or self.worker.pool or self.worker.confirms):
                 break
+            self.end_transfers(len(self.worker.transfers))
             self.step(64)
         pool = self.ledger.pool_counts()
         assert not self.worker.live, "a request never ended"

@@ -20,6 +20,7 @@ from common.contracts.hashing import (
 )
 from common.contracts.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
 from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
+from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, FrameId, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
 
@@ -68,7 +69,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a frame of host memory holds: slots, the hash and its parent's if it is claimed, depth and last use."""
+    """What a frame holds: slots, the hash and its parent's if it is claimed, depth and last use."""
 
     content: list[int]
     claim: tuple[BlockHash, BlockHash | None] | None
@@ -100,6 +101,11 @@ class FakeWorker:
         self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
         self.depth = [0] * num_blocks  # of what a block with a hash holds
         self.frames: dict[FrameId, Frame] = {}
+        self.saved: dict[FrameId, Frame] = {}  # on disk
+        self.saved_reset = 0  # the last one that the disk has carried out
+        self.transfers: dict[int, Move] = {}  # those that have not ended
+        self.has_disk = True
+        self.costs: MoveCosts | None = None
         self.used = [0] * num_blocks
         self.live: dict[SequenceId, Live] = {}
         self.pool: list[BlockId] = []
@@ -119,6 +125,8 @@ class FakeWorker:
         self.copied: list[SequenceId] = []
         self.ended: list[tuple[SequenceId, FinishReason]] = []
         self.stalled: set[SequenceId] = set()
+        self.moved: list[tuple[int, MoveEnd]] = []
+        self.closes = False
 
     # ------------------------------------------------------------ requests
 
@@ -174,15 +182,23 @@ class FakeWorker:
         for block in batch.lease:
             self._reset(block)
             self.pool.append(block)
-        if batch.reset:
-            self._forget_unheld()
-            self.reset = self.confirms = batch.reset
+        self._reset_cache(batch.reset)
+        for move in batch.moves:
+            self._order(move)
         for order in batch.preempt:
             live = self.live.get(order.sequence)
             if live is not None and live.phase is RUNNING:
                 live.phase = DRAINING_PREEMPT
         for number in batch.cancel:
             self.cancel(number)
+
+    def _order(self, move: Move) -> None:
+        """Take over a transfer. Its target holds nothing from now on, and no other one fills it."""
+        assert move.target not in [each.target for each in self.transfers.values()], f"two transfers fill {move.target}"
+        (self.saved if move.saves else self.frames).pop(move.target.index, None)
+        self.transfers[move.id] = move
+        if not self.has_disk:
+            self.end_transfer(move.id, MoveEnd.FAILED)
 
     def _load(self, block: BlockId, frame: Frame) -> None:
         held = {each for live in self.live.values() for each in live.block_table}
@@ -193,8 +209,14 @@ class FakeWorker:
         if frame.claim is not None:
             self.hash[block] = frame.claim
 
-    def _forget_unheld(self) -> None:
+    def _reset_cache(self, number: int) -> None:
+        """Forget what is cached, and confirm that; 0: nobody asked."""
+        if not number:
+            return
         self.frames.clear()
+        self.saved.clear()
+        self.transfers.clear()
+        self.reset = self.confirms = self.saved_reset = number
         held = {block for live in self.live.values() for block in live.block_table}
         self.hash = {block: claim for block, claim in self.hash.items() if block in held}
 
@@ -221,6 +243,42 @@ class FakeWorker:
     def _reset(self, block: BlockId) -> None:
         self.content[block] = []
         self.hash.pop(block, None)
+
+    # ------------------------------------------------------------ transfers
+
+    def end_transfer(self, number: int, end: MoveEnd) -> None:
+        """End a transfer; one that is to be DONE is STALE or CORRUPT if its source holds something else by now."""
+        move = self.transfers.pop(number)
+        held = self._frame_at(move.source)
+        fits = held is not None and held.claim == (move.hash, move.parent or None) and held.depth == move.depth
+        if end is MoveEnd.DONE and not fits:
+            end = MoveEnd.STALE if move.saves else MoveEnd.CORRUPT
+        if end is MoveEnd.DONE and held is not None:
+            (self.saved if move.saves else self.frames)[move.target.index] = held
+        if end in (MoveEnd.CORRUPT, MoveEnd.FAILED) and not move.saves and fits:
+            del self.saved[move.source.index]
+        self.moved.append((number, end))
+
+    def _frame_at(self, place: Place) -> Frame | None:
+        if place.medium is not Medium.BLOCK:
+            return (self.saved if place.medium is Medium.DISK else self.frames).get(place.index)
+        block = place.index
+        return Frame(self.content[block].copy(), self.hash.get(block), self.depth[block], self.used[block])
+
+    def close_disk(self) -> None:
+        """Give up the disk: every transfer fails, and no frame on it holds anything."""
+        for number in list(self.transfers):
+            self.end_transfer(number, MoveEnd.FAILED)
+        self.saved.clear()
+        self.has_disk, self.closes = False, True
+
+    def restart(self) -> None:
+        """Go on as another process: what is on disk is all that is left. The router asks nothing again."""
+        self.drop_report()
+        for table in (self.live, self.hash, self.frames, self.transfers, self.pool):
+            table.clear()
+        self.content = [[] for _ in self.content]
+        self.has_disk, self.reset, self.target, self.costs = True, self.saved_reset, 0, None
 
     # ------------------------------------------------------------ steps
 
@@ -358,6 +416,9 @@ class FakeWorker:
             reset=self.confirms,
             partials=tuple(self.partials),
             copied=tuple(self.copied),
+            moved=tuple(self.moved),
+            move_costs=self.costs,
+            disk_closed=self.closes,
         )
         stalled = self.stalled
         self.drop_report()
@@ -377,6 +438,7 @@ class FakeWorker:
     def inventory(self) -> Inventory:
         """Return everything held, for a new session; nothing that was not reported counts any more."""
         self.drop_report()
+        self.transfers.clear()
         index = {block: number for number, block in enumerate(self._by_depth())}
         first = {self.hash[block][0]: number for block, number in reversed(index.items())}
         cached_blocks = []
@@ -391,12 +453,8 @@ class FakeWorker:
                 CachedBlock(block, key, -1 if parent is None else first.get(parent, -2), self.used[block])
             )
         sequences = tuple(self._described(live) for live in self.live.values())
-        frames = [
-            CachedBlock(number, frame.claim[0], -1, frame.used, frame.claim[1] or frame.claim[0], frame.depth)
-            for number, frame in sorted(self.frames.items())
-            if frame.claim is not None
-        ]
-        return Inventory(sequences, tuple(self.pool), tuple(cached_blocks), frames=frames)
+        frames, saved = _claims(self.frames), _claims(self.saved)
+        return Inventory(sequences, tuple(self.pool), tuple(cached_blocks), frames=frames, saved=saved)
 
     def _by_depth(self) -> list[BlockId]:
         parents = dict(self.hash.values())
@@ -423,6 +481,14 @@ class FakeWorker:
             partial_hashes=live.parts(size) if self.partly and cacheable else (),
         )
         return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table), live.preemptions)
+
+
+def _claims(frames: dict[FrameId, Frame]) -> list[CachedBlock]:
+    return [
+        CachedBlock(number, frame.claim[0], -1, frame.used, frame.claim[1] or frame.claim[0], frame.depth)
+        for number, frame in sorted(frames.items())
+        if frame.claim is not None
+    ]
 
 
 def partial_hashes_of(tokens: Sequence[int], keys: tuple[BlockHash, ...], block_size: int) -> tuple[BlockHash, ...]:

@@ -118,9 +118,11 @@ def copies(ledger: Ledger) -> dict[BlockHash, list[BlockId]]:
 
 
 def depths(ledger: Ledger) -> dict[BlockHash, int]:
-    """Return the depth of every hash that a block or a frame of the host tier has."""
-    store = ledger.state.store
-    below = {} if store.tier is None else {key: store.tier.frames.index[at] for key, at in store.tier.entries.items()}
+    """Return the depth of every hash that a block, a frame of the host tier or one on disk has."""
+    store, below = ledger.state.store, dict[BlockHash, int]()
+    for tier in (store.tier, store.disk):
+        if tier is not None:
+            below |= {key: tier.frames.index[at] for key, at in tier.entries.items()}
     return below | {key: store.blocks.index[block] for key, block in store.cache.entries.items()}
 
 
