@@ -1,92 +1,194 @@
-"""Blocks on disk outlive a worker: tokens and hits after kills, a reset and bit rot."""
+"""A worker's blocks outlive it on disk: tokens and hits over kills, rot, resets, other models and disks that fail."""
 
 from __future__ import annotations
 
-import random
+import os
+import resource
+import struct
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from gpuworker.memory.disk_frames import ENTRY_BYTES, HEAD_BYTES
+from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
-from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.suites.e2e.test_host_tier import TALKS, TOKENS, small_pool
+from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.load import kill, until_restarted
-from tests.support.suite import PATIENCE, Suite, cached_tokens, greedy, running_suite
+from tests.support.simulated import expected, seeded
+from tests.support.suite import PATIENCE, Outcome, Suite, cached_tokens, greedy, running_suite
 from tests.support.waiting import until
 
-TOKENS = 12
-_random = random.Random(5)
-TALKS = [[_random.randrange(6, VOCAB_SIZE) for _ in range(37)] for _ in range(4)]
-"""Each takes twelve blocks of four slots with its output, so a pool of sixteen has room for one of them."""
-BLOCKS = 4 * 12
-WORKER = "worker-0"
+BLOCKS = 12
+"""Full blocks of a talk with its output; the prompt alone has nine, of 36 tokens."""
+
+_LAST_USE = struct.Struct("<40x Q")
+"""Of an entry of the table: hash, parent, depth and length stand before it."""
 
 
-def options_of(folder: Path, *flags: str) -> StackOptions:
-    sizes = ("--dtype", "float32", "--kv-blocks", "16", "--max-model-len", "64", "--max-num-seqs", "4")
-    tiers = ("--host-memory", "1MiB", "--disk-cache", str(folder / "disk"), "--disk-cache-size", "8MiB")
-    return StackOptions(model=checkpoint("llama"), block_size=4, worker_flags=(*sizes, *tiers, *flags))
+def with_disk(tmp_path: Path, model: str = "llama") -> StackOptions:
+    flags = ("--host-memory", "1MiB", "--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "4MiB")
+    return StackOptions(model=checkpoint(model), block_size=4, worker_flags=small_pool(*flags))
 
 
-async def talked(suite: Suite) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of each talk, and how many of its prompt's were cached."""
-    outcomes = [await suite.generate(greedy(talk, TOKENS)) for talk in TALKS]
-    return [list(each.tokens) for each in outcomes], [cached_tokens(each) for each in outcomes]
+@asynccontextmanager
+async def suite_with_disk(tmp_path: Path, model: str = "llama") -> AsyncIterator[Suite]:
+    state = tmp_path / "state"
+    state.mkdir(exist_ok=True)
+    async with running_suite(state, with_disk(tmp_path, model)) as suite:
+        yield suite
 
 
-async def restart(suite: Suite) -> None:
-    pid = suite.stack.children[WORKER].pid
-    kill(suite, WORKER)
-    await until_restarted(suite, WORKER, pid)
+def saved_blocks(tmp_path: Path, since: int = 0) -> int:
+    """Return how many blocks were saved or read `since` a time in nanoseconds, by the worker's table."""
+    (table,) = (tmp_path / "disk").glob("*/table")
+    entries = table.read_bytes()[HEAD_BYTES:]
+    used = [_LAST_USE.unpack_from(entries, at)[0] for at in range(0, len(entries), ENTRY_BYTES)]
+    return sum(each > since for each in used)
+
+
+async def until_saved(tmp_path: Path, since: int = 0) -> None:
+    """Wait until the disk has all blocks of the talks."""
+    whole = BLOCKS * len(TALKS)
+    await until(lambda: saved_blocks(tmp_path, since), lambda found: found >= whole, seconds=PATIENCE)
+
+
+async def talk_to(suite: Suite) -> list[Outcome]:
+    return [await suite.generate(greedy(talk, TOKENS)) for talk in TALKS]
+
+
+def wanted(model: str = "llama") -> list[list[int]]:
+    return [hf_greedy(checkpoint(model), talk, TOKENS) for talk in TALKS]
+
+
+def tokens(outcomes: Sequence[Outcome]) -> list[list[int]]:
+    return [each.tokens for each in outcomes]
+
+
+async def kill_and_await(suite: Suite) -> None:
+    """Kill the worker with SIGKILL, and wait until another process serves in its place."""
+    pid = suite.stack.children["worker-0"].pid
+    kill(suite, "worker-0")
+    await until_restarted(suite, "worker-0", pid)
     await suite.until_connected(1)
 
 
-def saved(folder: Path) -> int:
-    """Return how many frames of the worker's file have an entry."""
-    table = (folder / "disk" / WORKER / "table").read_bytes()[HEAD_BYTES:]
-    return sum(any(table[at : at + ENTRY_BYTES]) for at in range(0, len(table), ENTRY_BYTES))
+async def fill(suite: Suite, tmp_path: Path, model: str = "llama") -> None:
+    """Let the talks be computed, and wait until the disk has all of their blocks."""
+    found = await talk_to(suite)
+    assert tokens(found) == wanted(model)
+    assert [cached_tokens(each) for each in found] == [0] * len(TALKS)
+    await until_saved(tmp_path)
 
 
-async def until_saved(folder: Path) -> None:
-    """Wait until all blocks of all talks are on disk."""
-    await until(lambda: saved(folder), lambda count: count >= BLOCKS, every=0.05)
-
-
-@pytest.mark.parametrize("flags", [(), ("--model-impl", "transformers"), ("--kv-cache-dtype", "int8")], ids=str)
-async def test_a_worker_that_was_killed_comes_back_with_its_blocks(flags: tuple[str, ...], tmp_path: Path) -> None:
-    folder = checkpoint("llama")
-    async with running_suite(tmp_path, options_of(tmp_path, *flags)) as suite:
-        first, hits = await talked(suite)
-        assert hits == [0] * 4
-        if "int8" not in flags:
-            assert first == [hf_greedy(folder, talk, TOKENS) for talk in TALKS]
-        await until_saved(tmp_path)
-        await restart(suite)
-        assert await talked(suite) == (first, [36] * 4)
+async def test_a_worker_that_was_killed_finds_its_blocks_again(tmp_path: Path) -> None:
+    async with suite_with_disk(tmp_path) as suite:
+        await fill(suite, tmp_path)
+        await kill_and_await(suite)
+        again = await talk_to(suite)
+        assert tokens(again) == wanted()
+        assert [cached_tokens(each) for each in again] == [36] * len(TALKS)
+        usages = [each.finished.usage for each in again if each.finished is not None]
+        assert [each.host_cached_tokens for each in usages] == [36] * len(TALKS), "by way of host memory"
         await suite.until_all_free(1)
 
 
-async def test_blocks_that_rot_on_disk_are_computed_again(tmp_path: Path) -> None:
-    async with running_suite(tmp_path, options_of(tmp_path)) as suite:
-        first, _ = await talked(suite)
-        await until_saved(tmp_path)
-        images = tmp_path / "disk" / WORKER / "images"
+@pytest.mark.rest
+async def test_blocks_that_rot_are_misses(tmp_path: Path) -> None:
+    async with suite_with_disk(tmp_path) as suite:
+        await fill(suite, tmp_path)
+        (images,) = (tmp_path / "disk").glob("*/images")
+        content = bytearray(images.read_bytes())
+        content[::4096] = bytes(each ^ 0x40 for each in content[::4096])  # a bit of each image
         with images.open("r+b") as file:
-            for at in range(0, images.stat().st_size, 3 * 4096):  # of each third frame
-                file.seek(at)
-                file.write(b"rotten")
-        await restart(suite)
-        again, hits = await talked(suite)
-        assert again == first
-        assert sum(hits) < 4 * 36
+            file.write(content)
+        killed_at = time.time_ns()
+        await kill_and_await(suite)
+        again = await talk_to(suite)
+        assert tokens(again) == wanted()
+        assert [cached_tokens(each) for each in again] == [0] * len(TALKS)
+        await until_saved(tmp_path, killed_at)
+        await kill_and_await(suite)
+        assert [cached_tokens(each) for each in await talk_to(suite)] == [36] * len(TALKS), "they were saved again"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("manager_dies", [False, True])
+async def test_a_worker_that_missed_a_reset_brings_nothing_back(tmp_path: Path, manager_dies: bool) -> None:
+    async with suite_with_disk(tmp_path) as suite:
+        await fill(suite, tmp_path)
+        worker, manager = (suite.stack.children[name].pid for name in ("worker-0", "kvmanager"))
+        kill(suite, "worker-0")
+        await suite.manager.ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=PATIENCE)
+        if manager_dies:
+            kill(suite, "kvmanager")
+            await until_restarted(suite, "kvmanager", manager)
+        await until_restarted(suite, "worker-0", worker)
+        await suite.until_connected(1)
+        again = await talk_to(suite)
+        assert tokens(again) == wanted()
+        assert [cached_tokens(each) for each in again] == [0] * len(TALKS)
         await suite.until_all_free(1)
 
 
-async def test_a_reset_empties_the_disk_of_a_worker_that_is_killed_behind_it(tmp_path: Path) -> None:
-    async with running_suite(tmp_path, options_of(tmp_path)) as suite:
-        first, _ = await talked(suite)
+@pytest.mark.rest
+async def test_a_folder_of_another_model_is_emptied_and_the_log_says_what_differs(tmp_path: Path) -> None:
+    async with suite_with_disk(tmp_path) as suite:
+        await fill(suite, tmp_path)
+    async with suite_with_disk(tmp_path, "qwen3") as suite:
+        (line,) = [line for line in suite.lines if "is emptied, its blocks are of another format" in line]
+        assert "model_fingerprint was" in line
+        await fill(suite, tmp_path, "qwen3")
+    async with suite_with_disk(tmp_path, "qwen3") as suite:
+        again = await talk_to(suite)
+        assert tokens(again) == wanted("qwen3")
+        assert [cached_tokens(each) for each in again] == [36] * len(TALKS), (
+            "a suite that ended in peace keeps them too"
+        )
+
+
+@pytest.mark.rest
+async def test_a_disk_that_takes_no_more_is_closed_and_requests_go_on(tmp_path: Path) -> None:
+    async with suite_with_disk(tmp_path) as suite:
+        pid = suite.stack.children["worker-0"].pid
+        assert pid is not None
+        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+        first = await talk_to(suite)
+        await until(lambda: [line for line in suite.lines if "the disk cache in" in line and "is closed" in line])
+        again = await talk_to(suite)
+        assert tokens(first) == tokens(again) == wanted()
+        assert [cached_tokens(each) for each in again] == [36] * len(TALKS), "host memory has them"
+        assert not any("contradicts" in line or "ProtocolViolation" in line for line in suite.lines)
+        assert suite.stack.children["worker-0"].pid == pid
+        os.kill(pid, 9)
+        await until_restarted(suite, "worker-0", pid)
+        await suite.until_connected(1)
+        await fill(suite, tmp_path)  # nothing of before is a hit, and the disk takes blocks again
+        await suite.until_all_free(1)
+
+
+@pytest.mark.rest
+async def test_simulated_workers_check_what_comes_back(tmp_path: Path) -> None:
+    """A simulated worker compares each block that it loads with the tokens that it is for."""
+    disk = ("--host-memory", "1MiB", "--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "64MiB")
+    flags = ("--kv-blocks", "16", "--max-num-seqs", "4", "--max-model-len", "64", "--simulate", "base=1ms", *disk)
+    state = tmp_path / "state"
+    state.mkdir()
+
+    def asked() -> list[pb.GenerateRequest]:
+        return [seeded(talk, TOKENS, seed) for seed, talk in enumerate(TALKS, start=1)]
+
+    async with running_suite(state, StackOptions(CHECKPOINT, block_size=4, worker_flags=flags)) as suite:
+        found = [await suite.generate(each) for each in asked()]
+        assert tokens(found) == [expected(talk, TOKENS, seed) for seed, talk in enumerate(TALKS, start=1)]
         await until_saved(tmp_path)
-        await suite.manager.ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=PATIENCE)
-        await restart(suite)
-        assert await talked(suite) == (first, [0] * 4)
+        await kill_and_await(suite)
+        again = [await suite.generate(each) for each in asked()]
+        assert tokens(again) == tokens(found)
+        assert [cached_tokens(each) for each in again] == [36] * len(TALKS)

@@ -134,7 +134,8 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 def _transfers_key(transfers: TransferBook) -> tuple[object, ...]:
     saved = frozenset([(frame, each.hash) for frame, each in transfers.saved.items()])
-    return saved, tuple(transfers.open.values()), tuple(transfers._to_read), tuple(transfers._to_take)
+    waiting = tuple(transfers._to_read), tuple(transfers._to_take)
+    return transfers.closed, saved, tuple(transfers.open.values()), waiting
 
 
 def _blocks_key(blocks: BlockStates) -> tuple[object, ...]:
@@ -170,6 +171,7 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         tuple(report._finished),
         report._reset,
         tuple(report._moved),
+        report._disk_closed,
     )
 
 

@@ -300,7 +300,7 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     """
     link = world.link
     has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
-    if world.resets != manager.core.last_reset and not (has_the_worker and world.resets == world.agent.reset):
+    if world.resets != manager.told_reset and not (has_the_worker and world.resets == world.agent.reset):
         return
     back = [block for block in world.dropped if ledger.state.store.blocks.hash[block] is not None]
     if back:

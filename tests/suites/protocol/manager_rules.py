@@ -55,8 +55,8 @@ def leave_pending(store: BlockStore, blocks: Iterable[BlockId]) -> None:
 
 
 def apply_releases_first() -> Patch:
-    reserve, bind, seal, parts, copied, trim, take_back, requeue, finish = report_applier.COLUMNS
-    return (report_applier, "COLUMNS", (reserve, requeue, finish, bind, seal, parts, copied, trim, take_back))
+    reserve, bind, seal, parts, copied, trim, moved, take_back, requeue, finish = report_applier.COLUMNS
+    return (report_applier, "COLUMNS", (reserve, requeue, finish, bind, seal, parts, copied, trim, moved, take_back))
 
 
 def count_every_stall(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:

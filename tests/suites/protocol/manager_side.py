@@ -36,6 +36,7 @@ class ManagerSide(State):
             in_turn=self.scenario.in_turn,
         )
         manager = ModelManager(WorkerRegistry(config, CLOCK, lambda: ""))
+        manager.core.last_reset = manager.told_reset = self.kept_reset
         self.managers.append(manager)
         self.take_epoch(manager, seen=0)
 
@@ -104,6 +105,7 @@ class ManagerSide(State):
         manager = self.managers[number]
         session = manager.session()
         self.resets += 1
+        self.kept_reset = manager.told_reset = self.resets
         self.dropped, self.void = frozenset(), frozenset()
         latest = self.links[-1] if self.links else None
         if session is not None and session.ready and latest is not None and latest.served is session:

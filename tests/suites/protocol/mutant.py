@@ -62,6 +62,7 @@ class Walks:
         world = LARGE[self.scenario]
         faults = {kind: limit for kind, limit in (ALL_FAULTS | RESETS).items() if kind in self.faults}
         further = (AGES if world.max_wait else {}) | (ROTS if world.disk and len(faults) > 1 else {})
+        further |= world.faults if len(faults) > 1 else {}
         return replace(world, max_faults=12, faults=faults | further)
 
     def run(self) -> Found:

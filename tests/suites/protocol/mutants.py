@@ -17,17 +17,15 @@ from tests.suites.protocol.mutant import Mutant
 from tests.suites.protocol.part_mutants import PART_MUTANTS
 from tests.suites.protocol.state_mutants import STATE_MUTANTS
 from tests.suites.protocol.tier_mutants import TIER_MUTANTS
+from tests.suites.protocol.transfer_mutants import TRANSFER_MUTANTS
 
 
 def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-MUTANTS = tuple(
-    sorted(
-        (*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS), key=_number
-    )
-)
+_OF_CONTENT = (*CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS, *TRANSFER_MUTANTS)
+MUTANTS = tuple(sorted((*LEASE_MUTANTS, *_OF_CONTENT), key=_number))
 
 
 def print_table(mutants: tuple[Mutant, ...]) -> None:

@@ -64,7 +64,7 @@ class Scenario:
     where a report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after
     `in_turn` admissions by priority one that is old comes next; the clock stands still but for the fault "age".
     Where the pool has `groups`, `num_blocks` counts pages. `frames` are those of the worker's host memory, `disk` those
-    on its disk.
+    on its disk, which has the full blocks of `warm` from an earlier life.
     """
 
     requests: tuple[Request, ...]
@@ -72,6 +72,7 @@ class Scenario:
     block_size: int = 2
     frames: int = 0
     disk: int = 0
+    warm: tuple[int, ...] = ()
     budget: int = 4
     long_prefill_cap: int = 0
     runway_slots: int = 2

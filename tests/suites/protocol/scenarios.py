@@ -68,6 +68,9 @@ ONE_TURN = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 LONGER_TURN = (ONE_TURN[0], Request((0, 1, 0, 1, 0, 1, 1, 0, 1), 1))
 """In a pool of seven pages, the second has no place beside the checkpoint of the first."""
 
+WARM = (Request((0, 1, 0, 0, 1), 1), Request((0, 1, 0, 1, 1), 1))
+"""The disk has two blocks of the first, and one of the second."""
+
 TURNS = (Request((0, 1, 0, 1, 1), 1), Request((1, 0, 0, 1, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 """In a pool of four blocks, the second evicts what the third has in common with the first."""
 
@@ -158,6 +161,16 @@ TINY: dict[str, Scenario] = {
     ),
     "disk_reset": Scenario(
         TURNS, 4, frames=2, disk=2, budget=6, max_num_seqs=1, max_faults=2, faults={"worker_crash": 1, "reset": 1}
+    ),
+    "disk_warm": Scenario(WARM, 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=1, faults={"cancel": 1}),
+    "disk_warm_break": Scenario(
+        WARM[:1], 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=2, faults={"stream_break": 1, "rot": 1}
+    ),
+    "disk_warm_reset": Scenario(
+        WARM[:1], 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=2, faults={"reset": 1, "worker_crash": 1}
+    ),
+    "disk_warm_closes": Scenario(
+        WARM, 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=1, faults={"close_disk": 1}
     ),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
@@ -330,6 +343,11 @@ LARGE: dict[str, Scenario] = {
     "disk": Scenario(_IN_TURNS, 6, frames=6, disk=12, budget=5, max_num_seqs=1, with_index=True),
     "disk_few": Scenario(_IN_TURNS, 7, frames=4, disk=4, budget=4, max_num_seqs=2, with_index=True),
     "disk_pressed": Scenario(_IN_TURNS, 8, frames=5, disk=20, budget=4, max_num_seqs=3, admissions=1),
+    "disk_tight": Scenario(_IN_TURNS, 7, frames=2, disk=12, budget=4, max_num_seqs=2),
+    "disk_brisk": Scenario(_IN_TURNS, 7, frames=4, disk=12, budget=12, max_num_seqs=3, faults={"cancel": 8}),
+    "disk_closes": Scenario(
+        _IN_TURNS, 7, frames=4, disk=8, budget=4, max_num_seqs=2, with_index=True, faults={"close_disk": 1}
+    ),
     "disk_partial": Scenario(_IN_TURNS, 4, frames=6, disk=9, block_size=4, budget=6, partly=True, max_num_seqs=1),
     "disk_parts": Scenario(_BEGINNING, 10, frames=6, disk=12, budget=5, first_part=4, with_index=True),
     "disk_mixed": Scenario(_MIXED, 8, frames=6, disk=8, budget=4, with_index=True),

@@ -49,11 +49,15 @@ class Link:
 
 @dataclass(slots=True)
 class ModelManager:
-    """One manager process and what it has yet to write to the index."""
+    """One manager process, what it has yet to write to the index, and the last reset of which it was told.
+
+    Redis keeps the id of the last one for managers that start later.
+    """
 
     core: WorkerRegistry
     publisher: Publisher = field(default_factory=Publisher)
     alive: bool = True
+    told_reset: int = 0
 
     def session(self) -> WorkerRegistration | None:
         """Return the worker's session, if the manager has one."""
@@ -66,7 +70,7 @@ class ModelManager:
         for worker, session in self.core._registrations.items():
             twin = WorkerRegistration(session.attach, copy_ledger(session.ledger), session.ready)
             core._registrations[worker] = renewed[id(session)] = twin
-        return ModelManager(core, self.publisher.clone(), self.alive)
+        return ModelManager(core, self.publisher.clone(), self.alive, self.told_reset)
 
     def state_key(self) -> tuple[object, ...]:
         """Return everything that decides the future, hashable."""
@@ -103,6 +107,8 @@ class State:
     incarnation: int
     # Resets of the prefix cache so far, and the blocks that the last one dropped and no step has written since.
     resets: int
+    # The id of the last reset that Redis keeps.
+    kept_reset: int
     dropped: frozenset[BlockId]
     # The hashes that it dropped of frames and of blocks that no sequence had, and that no step has computed since.
     void: frozenset[BlockHash]

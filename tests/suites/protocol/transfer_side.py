@@ -11,6 +11,8 @@ from typing import NamedTuple
 from common.contracts.lease import CachedBlock, Copy, TierCopy
 from common.contracts.moves import Medium, Move, MoveEnd, Place
 from common.contracts.types import BlockHash, FrameId
+from kvmanager.contracts.block import ROOT
+from tests.suites.protocol import content
 from tests.suites.protocol.invariants import Violation
 from tests.suites.protocol.state import State
 
@@ -43,6 +45,17 @@ class Disk(NamedTuple):
 
     def claims(self) -> tuple[CachedBlock, ...]:
         return tuple([CachedBlock(f, e.hash, -1, 0, e.parent or e.hash, e.depth) for f, e in self.entries])
+
+
+def disk_with(tokens: tuple[int, ...], block_size: int) -> Disk:
+    """Return a disk that has the full blocks of some tokens, the last one in frame 0."""
+    nodes, entries, parent = content.path(tokens), list[Entry](), ROOT
+    for depth in range(len(tokens) // block_size):
+        held = tuple(nodes[depth * block_size : (depth + 1) * block_size])
+        key = content.key(held[-1], block_size)
+        entries.append(Entry(key, parent, depth, held))
+        parent = key
+    return Disk(tuple([(FrameId(frame), entry) for frame, entry in enumerate(reversed(entries))]))
 
 
 class Write(NamedTuple):
@@ -114,6 +127,12 @@ class TransferSide(State):
         if entry is not None:
             self.disk = self.disk.put(FrameId(frame), entry._replace(image=None))
         return entry is not None
+
+    def close_disk(self, _: int) -> bool:
+        """The worker gives up its disk: it has failed too often. What threads have in hand fails."""
+        self.reading, self.writing, self.landing = (), (), ()
+        self.agent.close_disk()
+        return True
 
     def _check_free(self, place: Place, written: bool = False) -> None:
         """I25: the engine touches no place that a copy touches which was granted before and has not run.

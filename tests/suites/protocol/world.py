@@ -17,13 +17,16 @@ from tests.suites.protocol.invariants import Violation, check
 from tests.suites.protocol.manager_side import CLOCK, ManagerSide
 from tests.suites.protocol.scenario import Scenario, layers_of
 from tests.suites.protocol.state import Link, ModelManager
-from tests.suites.protocol.transfer_side import TRANSFERS, Disk
+from tests.suites.protocol.transfer_side import TRANSFERS, disk_with
 from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
-FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset", "rot", "age")
+FAULTS = (
+    *("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset"),
+    *("rot", "close_disk", "age"),
+)
 """The last one is none: time passes, and whoever waits is old."""
-OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel", "rot", *TRANSFERS})
+OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel", "rot", "close_disk", *TRANSFERS})
 """Events that leave the managers as they are; all events may change the queues between them and the worker."""
 
 
@@ -34,11 +37,11 @@ class World(WorkerSide, ManagerSide):
         self.scenario, self.layers = scenario, layers_of(scenario)
         self.index = Index()
         self.now = CLOCK.now = 0.0
-        self.generations = self.jumps = self.resets = 0
+        self.generations = self.jumps = self.resets = self.kept_reset = 0
         self.dropped: frozenset[BlockId] = frozenset()
         self.void: frozenset[BlockHash] = frozenset()
         self.incarnation = 0
-        self.disk = Disk()
+        self.disk = disk_with(scenario.warm, scenario.block_size)
         self.links: list[Link] = []
         self.managers: list[ModelManager] = []
         self.start_manager()
@@ -99,6 +102,8 @@ class World(WorkerSide, ManagerSide):
                 return [number for number, manager in enumerate(self.managers) if manager.alive]
             case "rot":
                 return [frame for frame, entry in self.disk.entries if entry.image is not None]
+            case "close_disk":
+                return [0] if self.agent.disk_frames else []
             case _:
                 return [0]
 
@@ -170,6 +175,7 @@ class World(WorkerSide, ManagerSide):
 
     def wipe(self, _: int) -> bool:
         self.index.wipe()
+        self.kept_reset = 0
         return True
 
     def age(self, _: int) -> bool:
@@ -212,7 +218,7 @@ class World(WorkerSide, ManagerSide):
             tuple([self._link_key(link) for link in self.links]),
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
-            (self.resets, self.dropped, self.void),
+            (self.resets, self.kept_reset, self.dropped, self.void),
             (self.disk, self.reading, self.writing, self.landing),
         )
 
