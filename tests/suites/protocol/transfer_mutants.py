@@ -21,7 +21,7 @@ from kvmanager.ledger import audit, evicting, transfers
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.transfer_table import TransferTable
 from tests.suites.protocol.manager_side import ManagerSide
-from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks, always, nothing
+from tests.suites.protocol.mutant import HASTY, Exhaustive, Mutant, Walks, always, nothing
 from tests.suites.protocol.scenarios import ALL_FAULTS, RESETS
 from tests.suites.protocol.transfer_side import TransferSide
 
@@ -274,7 +274,7 @@ TRANSFER_MUTANTS = (
         "140",
         "a landing waits for copies alone that no step has yet",
         ((LeaseAgent, "may_land", land_behind_what_waits),),
-        Walks("disk_tight", first_seed=2, faults=EVERY_FAULT, pace=HASTY),
+        Walks("disk_tight", first_seed=124, faults=EVERY_FAULT, pace=HASTY),
         ("I25",),
     ),
     Mutant(
