@@ -153,7 +153,7 @@ def _tiers(store: BlockStore) -> None:
     for tier, above in ((store.tier, cache.entries), (store.disk, dict[BlockHash, BlockId]())):
         if tier is None:
             continue
-        _frames(tier, above)
+        check_frames(tier, above)
         for key, frame in tier.entries.items():
             same = cache.entries.get(key)
             if same is not None and key not in cache.ambiguous:
@@ -162,7 +162,7 @@ def _tiers(store: BlockStore) -> None:
                 _check(alike == there, "a block and a frame of one hash differ in depth or parent")
 
 
-def _frames(tier: FrameTier, above: Mapping[BlockHash, BlockId]) -> None:
+def check_frames(tier: FrameTier, above: Mapping[BlockHash, BlockId]) -> None:
     """Check frames: each is free, cached or in use, their map and counts are right, and no content lacks its parent.
 
     The parent of a content is in a frame or in `above`.

@@ -8,10 +8,11 @@ import pytest
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
-from common.contracts.types import BlockHash, BlockId
+from common.contracts.types import BlockHash, BlockId, FrameId
 from kvmanager.cache.frame_tier import FrameTier
-from kvmanager.contracts.block import ROOT, Blocks
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
 from kvmanager.contracts.ledger_config import EvictionName
+from kvmanager.ledger.audit import check_frames
 
 A, B, C, D, OTHER = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c", b"d", b"x"))
 CHAIN = (A, B, C, D)
@@ -101,3 +102,148 @@ def test_an_inventory_that_contradicts_itself_is_refused(
     with pytest.raises(ProtocolViolation, match=r"frame [19] stands twice in the inventory, or is none of 6"):
         for _ in FrameTier(6, "lru").restore(claims(*rows), Blocks(1), {}):
             pass
+
+
+# ---------------------------------------------------------------- transfers
+
+POLICIES = pytest.mark.parametrize("policy", get_args(EvictionName))
+
+
+def expect(tier: FrameTier, *depths: int) -> list[tuple[FrameId, BlockHash]]:
+    """Let frames be filled with blocks of the chain; return which, and what they held."""
+    found = []
+    for depth in depths:
+        taken = tier.expect(CHAIN[depth], CHAIN[depth - 1] if depth else ROOT, depth)
+        assert taken is not None
+        check_frames(tier, {})
+        found.append((taken.frame, taken.dropped))
+    return found
+
+
+def admit(tier: FrameTier, *depths: int) -> None:
+    for depth in depths:
+        tier.admit(CHAIN[depth])
+        check_frames(tier, {})
+
+
+@POLICIES
+def test_what_is_expected_is_no_hit_before_it_has_come(policy: EvictionName) -> None:
+    tier = FrameTier(4, policy)
+    assert expect(tier, 0, 1, 2) == [(0, ROOT), (1, ROOT), (2, ROOT)]
+    assert tier.find_run(CHAIN, 0, 4) == []
+    assert tier.frames.state[:4] == [IN_USE, IN_USE, IN_USE, FREE]
+    admit(tier, 0, 1)
+    assert tier.find_run(CHAIN, 0, 4) == [0, 1]
+    assert tier.frames.state[:4] == [CACHED, CACHED, IN_USE, FREE]
+    assert (tier.expected, len(tier)) == ({C: 2}, 2)
+
+
+@POLICIES
+def test_a_frame_that_is_to_be_filled_is_not_taken_nor_is_its_parent(policy: EvictionName) -> None:
+    tier = FrameTier(3, policy)
+    expect(tier, 0)
+    admit(tier, 0)
+    expect(tier, 1)
+    assert expect(tier, 2) == [(2, ROOT)]
+    assert tier.expect(OTHER, ROOT, 0) is None, "one has a child that is to come, two are to be filled"
+    assert tier.take_frame(OTHER, ROOT, 0) is None
+    admit(tier, 1, 2)
+    taken = tier.expect(OTHER, ROOT, 0)
+    assert taken is not None
+    assert (taken.frame, taken.dropped, taken.depth) == (2, C, 2), "the leaf"
+    check_frames(tier, {})
+
+
+@POLICIES
+def test_the_parent_of_one_that_does_not_come_may_go(policy: EvictionName) -> None:
+    tier = FrameTier(2, policy)
+    expect(tier, 0)
+    admit(tier, 0)
+    expect(tier, 1)
+    assert tier.expect(OTHER, ROOT, 0) is None
+    tier.abandon(B)
+    check_frames(tier, {})
+    assert (list(tier.free), tier.expected, tier.frames.children[0]) == ([1], {}, 0)
+    assert expect(tier, 1) == [(1, ROOT)]
+    tier.abandon(B)
+    for hash_, frame in ((OTHER, 1), (D, 0)):
+        taken = tier.expect(hash_, ROOT, 0)
+        assert taken is not None
+        assert taken.frame == frame
+    assert tier.entries == {}
+
+
+@POLICIES
+def test_a_frame_that_was_read_goes_after_its_children_whatever_the_order_of_ends(policy: EvictionName) -> None:
+    tier = FrameTier(3, policy)
+    expect(tier, 0, 1, 2)
+    admit(tier, 0, 1, 2)
+    tier.hold([FrameId(0), FrameId(1), FrameId(2)])
+    assert tier.expect(OTHER, ROOT, 0) is None, "all are being read"
+    for frame, content in ((1, B), (0, A), (2, C)):
+        assert tier.end_read(FrameId(frame), content)
+        check_frames(tier, {})
+    for number, (frame, dropped) in enumerate(((2, C), (1, B), (0, A))):
+        taken = tier.expect(BlockHash(bytes([number]) * 16), ROOT, 0)
+        assert taken is not None
+        assert (taken.frame, taken.dropped) == (frame, dropped)
+        check_frames(tier, {})
+
+
+@POLICIES
+def test_a_lost_content_takes_its_descendants_along_and_spares_the_others(policy: EvictionName) -> None:
+    tier = FrameTier(6, policy)
+    expect(tier, 0, 1, 2, 3)
+    admit(tier, 0, 1, 2, 3)
+    sibling = BlockHash(b"s" * 16)
+    tier.expect(sibling, A, 1)
+    tier.admit(sibling)
+    assert tier.drop_tree(B) == [(3, D), (2, C), (1, B)], "the deepest first"
+    check_frames(tier, {})
+    assert tier.entries == {A: 0, sibling: 4}
+    assert sorted(tier.free) == [1, 2, 3, 5]
+    assert tier.frames.children[0] == 1
+    assert tier.drop_tree(B) == []
+
+
+@POLICIES
+def test_what_is_behind_a_lost_content_goes_although_the_content_itself_has_gone(policy: EvictionName) -> None:
+    tier = FrameTier(4, policy)
+    for depth in (2, 1):  # the parent is in a block
+        taken = tier.take_frame(CHAIN[depth], CHAIN[depth - 1], depth)
+        assert taken is not None
+    assert tier.apart == {A: 1}
+    assert tier.drop_tree(A) == [(2, C), (1, B)]
+    check_frames(tier, {})
+    assert (tier.apart, tier.entries) == ({}, {})
+
+
+@POLICIES
+def test_a_frame_that_is_lost_while_it_is_read_is_free_once_that_has_ended(policy: EvictionName) -> None:
+    tier = FrameTier(3, policy)
+    expect(tier, 0, 1)
+    admit(tier, 0, 1)
+    tier.hold([FrameId(0), FrameId(1)])
+    assert tier.drop_tree(A) == [(1, B), (0, A)]
+    assert (list(tier.free), tier.entries) == ([2], {})
+    assert not tier.end_read(FrameId(1), B)
+    assert list(tier.free) == [2, 1]
+    assert not tier.end_read(FrameId(0), A)
+    check_frames(tier, {})
+    assert list(tier.free) == [2, 1, 0]
+    assert not tier.end_read(FrameId(0), A), "it is free already"
+    assert list(tier.free) == [2, 1, 0]
+
+
+@POLICIES
+def test_a_disk_takes_over_claims_behind_parents_on_disk_alone(policy: EvictionName) -> None:
+    tier, blocks = FrameTier(4, policy), Blocks(2)
+    blocks.index[0], blocks.parent[0] = 0, ROOT
+    for _ in tier.restore(claims((1, B, A, 1), (3, C, B, 2)), blocks, {A: BlockId(0)}, alone=True):
+        pass
+    check_frames(tier, {})
+    assert (tier.entries, sorted(tier.free)) == ({}, [0, 1, 2, 3])
+    for _ in tier.restore(claims((1, B, A, 1), (3, A, A, 0)), blocks, {}, alone=True):
+        pass
+    check_frames(tier, {})
+    assert tier.entries == {A: 3, B: 1}

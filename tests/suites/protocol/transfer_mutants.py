@@ -32,7 +32,7 @@ _take_saves, _book_saves, _book_end = LeaseAgent.take_saves, TransferBook.take_s
 _start_manager = ManagerSide.start_manager
 
 UNAUDITED = (audit, "_transfers", nothing)
-UNAUDITED_FRAMES = (audit, "_frames", nothing)
+UNAUDITED_FRAMES = (audit, "check_frames", nothing)
 """The ledger's own books would notice these mutants at once: the search is to see what harm they do."""
 
 # ------------------------------------------------------------ what counts, and when
