@@ -35,7 +35,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 # Outcomes of a lookup in the prefix index: an answer, a part of it in time, none, or skipped after many failures.
 LOOKUPS = ("answered", "cut", "failed", "skipped")
 # The phases before a request has blocks.
-_QUEUE = (Phase.READING, Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT, Phase.BLOCKS, Phase.MANAGER_AWAY)
+_QUEUE = (Phase.READING, Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT, Phase.BLOCKS, Phase.FETCH, Phase.MANAGER_AWAY)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
 

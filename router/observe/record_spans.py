@@ -8,6 +8,7 @@ request                    the whole request
   on the way               messages between router and worker
   worker still             what its worker did not run, or its steps took many times their usual
   reserve                  the wait for blocks, as the KV manager decided on it
+  fetch                    the wait for blocks that came from the worker's disk or from another worker
   without manager          what of that wait its worker had no KV manager that answered
   prefill wait, prefill    what the worker did until the first token
   lacking blocks           what of that time it had no block for its next tokens
@@ -43,6 +44,7 @@ _PHASES: Final = {
     Phase.ON_THE_WAY: ("on the way", ROUTER),
     Phase.WORKER_STILL: ("worker still", WORKER),
     Phase.BLOCKS: ("reserve", MANAGER),
+    Phase.FETCH: ("fetch", WORKER),
     Phase.MANAGER_AWAY: ("without manager", WORKER),
     Phase.PREFILL_WAIT: ("prefill wait", WORKER),
     Phase.LOADING: ("load", WORKER),

@@ -9,6 +9,7 @@ from typing import Final
 from common.contracts.clock import Clock
 from common.contracts.errors import Cancelled, DeadlineExceeded, QuireError
 from common.contracts.hashing import little_endian_int32
+from common.contracts.moves import Fetched
 from common.contracts.types import FinishReason, PoolIdentity
 from common.process.standstill import Standstill
 from router.contracts.events import Finished, ValidatedRequest
@@ -41,6 +42,7 @@ _MAX_FAILURE: Final = 500
 _SILENT_S: Final = 1.0
 # Phases in which sequences wait for blocks.
 _WAITS: Final = (Phase.BLOCKS, Phase.PREEMPTED, Phase.MOVED)
+_NOTHING_FETCHED: Final = Fetched(0, 0, 0.0, "")
 _INTERNAL: Final = "INTERNAL"
 _REASONS: Final = {DEADLINE_WORDS: DeadlineExceeded.reason, GONE_WORDS: Cancelled.reason}
 
@@ -86,6 +88,8 @@ class RunLog:
         self._started: SequenceStarted | None = None
         # What workers loaded from host memory: blocks, seconds, and the seconds that computing them would have taken.
         self._loaded, self._loading, self._spared = 0, 0.0, 0.0
+        # All fetches that sequences waited for, as one; None: there was none.
+        self._fetched: Fetched | None = None
         self._reason, self._last = "", ""
         self._failure = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
@@ -187,6 +191,8 @@ class RunLog:
         self._align(index, event)
         self._tell(index, event.when)
         self._phases.shift(Phase.ON_THE_WAY, Phase.WORKER_STILL, event.unread_seconds)
+        if event.fetched is not None:
+            self._take_fetch(event.fetched)
         self._admissions += 1
         self._counted.clear()
         if index in self._interrupted:
@@ -195,6 +201,15 @@ class RunLog:
             self._admitted, self._admitted_index = event, index
             if self._phases.phase is Phase.BLOCKS:
                 self._phases.become(Phase.PREFILL)
+
+    def _take_fetch(self, fetched: Fetched) -> None:
+        """Take off a wait what blocks took to come that were fetched."""
+        if self._phases.phase in _WAITS:
+            self._phases.shift(self._phases.phase, Phase.FETCH, fetched.seconds)
+        if (before := self._fetched) is not None:
+            blocks, asked = before.blocks + fetched.blocks, before.asked + fetched.asked
+            fetched = Fetched(blocks, asked, before.seconds + fetched.seconds, fetched.source)
+        self._fetched = fetched
 
     def _recount(self, index: int, cached_tokens: int) -> None:
         """Correct what the first admission promised; a later run of its sequence promises nothing anew."""
@@ -336,7 +351,7 @@ class RunLog:
             self._tell(index, None)
         before, after = self._phases.parts(self._clock.monotonic())
         admitted, started, elsewhere = self._admitted, self._started, self._elsewhere
-        failure = failure or self._failure
+        failure, fetched = failure or self._failure, self._fetched or _NOTHING_FETCHED
         return Outcome(
             ended=self._reason_of(failure) if failure else self._last,
             failure=failure[:_MAX_FAILURE],
@@ -367,6 +382,10 @@ class RunLog:
             loaded_blocks=self._loaded,
             load_seconds=self._loading,
             spared_seconds=self._spared,
+            fetched_blocks=fetched.blocks,
+            fetch_asked=fetched.asked,
+            fetch_seconds=fetched.seconds,
+            fetch_source=fetched.source,
             other_domain_tokens=elsewhere.blocks * self.block_size,
             diverged_at=admitted.diverged_at if admitted else 0,
             client_longest=self._phases.client_longest,

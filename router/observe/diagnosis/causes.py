@@ -14,7 +14,8 @@ RUNBOOK: Final = "/page/runbook"
 class Cause(StrEnum):
     """The first group is about time, the second about early ends, the third about the prefix cache.
 
-    LOADED is about both: cached blocks that were copied from host memory, and the time of that.
+    LOADED, FETCHING and FETCH_FAILED are about both: cached blocks that were copied from host memory, or had to come
+    there first, and the time of that.
     """
 
     NOT_KNOWN = "not_known"
@@ -30,6 +31,8 @@ class Cause(StrEnum):
     INDEX_SLOW = "index_slow"
     CONSTRAINT = "constraint"
     BLOCKS = "blocks"
+    FETCHING = "fetching"
+    FETCH_FAILED = "fetch_failed"
     MESSAGES = "messages"
     MANAGER_AWAY = "manager_away"
     STALLED = "stalled"
@@ -62,6 +65,7 @@ class Cause(StrEnum):
     STALE_INDEX = "stale_index"
     HOT_WORKER = "hot_worker"
     LATE_WORKER = "late_worker"
+    NOT_FETCHED = "not_fetched"
     INDEX_UNREACHABLE = "index_unreachable"
     INDEX_SKIPPED = "index_skipped"
     INDEX_LOST = "index_lost"
@@ -118,6 +122,14 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.BLOCKS: Advice(
         "Give the workers more memory for blocks with --kv-memory or --gpu-memory-utilization, or add workers.",
         "quireblocksshort",
+    ),
+    Cause.FETCHING: Advice(
+        "Do nothing if that is faster than computing, and give the workers more host memory if requests wait often.",
+        "fetched",
+    ),
+    Cause.FETCH_FAILED: Advice(
+        "Do nothing for one request, and look at the disk, or at the worker that had the blocks, if many fail.",
+        "fetch-failed",
     ),
     Cause.STALLED: Advice(
         "Lower --max-num-seqs or add workers, so that running requests find blocks for their next tokens.",
@@ -218,6 +230,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.LATE_WORKER: Advice(
         "Allow a longer deadline, or compare the worker that has the prefix with the others if it is often slow.",
         "late-worker",
+    ),
+    Cause.NOT_FETCHED: Advice(
+        "Do nothing if computing is as fast as the disk, and give the worker more host memory otherwise.",
+        "not-fetched",
     ),
     Cause.INDEX_UNREACHABLE: Advice(
         "Start Redis again: an empty one is fine, because managers publish everything anew.", "quireindexunreachable"

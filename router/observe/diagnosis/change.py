@@ -23,6 +23,8 @@ from router.observe.diagnosis.outcome import Outcome
 HIT_RATE, LATENCY = "hit_rate", "first_token"
 # A miss without a reason: the worker had to compute at least the last token, or corrected what the grant said.
 _REST: Final = "rest"
+# What a request waited for and did not get: it is a part of what was missed.
+_FETCH_FAILED: Final = "fetch_failed"
 # Fewer requests than this in a span make a weak comparison.
 FEW: Final = 20
 
@@ -112,8 +114,10 @@ def _latency_samples(span: Iterable[Outcome]) -> list[_Sample]:
 
 
 def _hit_sample(outcome: Outcome) -> _Sample:
-    missed = float(max(0, outcome.prompt_tokens - outcome.cached_tokens))
-    return _Sample(float(outcome.prompt_tokens), {outcome.miss or _REST: -missed}, _groups(outcome))
+    missed = max(0, outcome.prompt_tokens - outcome.cached_tokens)
+    failed = min(missed, outcome.unfetched_blocks * outcome.block_size)
+    parts = {outcome.miss or _REST: -float(missed - failed)} | ({_FETCH_FAILED: -float(failed)} if failed else {})
+    return _Sample(float(outcome.prompt_tokens), parts, _groups(outcome))
 
 
 def _latency_sample(outcome: Outcome) -> _Sample:

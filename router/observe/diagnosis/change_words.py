@@ -24,6 +24,8 @@ _REASONS: Final[Mapping[str, str]] = {
     "disabled": "requests that do not use the cache",
     "windowed": "prompts whose windows were being computed, or evicted",
     "unresumable": "prompts of which K and V were there, and no checkpoint of states",
+    "unfetched": "prompts of which more was on disk, and not fetched",
+    "fetch_failed": "blocks that did not come from disk, or from another worker, in a fetch",
     "full_hit": "last tokens, which are always computed",
     "capped": "last tokens, which are always computed",
     "rest": "tokens without a reason",
@@ -36,6 +38,8 @@ _MISS_CAUSES: Final[Mapping[str, Cause]] = {
     "disabled": Cause.CACHE_OFF,
     "windowed": Cause.WINDOW_MISSING,
     "unresumable": Cause.NO_CHECKPOINT,
+    "unfetched": Cause.NOT_FETCHED,
+    "fetch_failed": Cause.FETCH_FAILED,
 }
 _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.READING: Cause.READING,
@@ -46,6 +50,7 @@ _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.ON_THE_WAY: Cause.ON_THE_WAY,
     Phase.WORKER_STILL: Cause.WORKER_STILL,
     Phase.BLOCKS: Cause.BLOCKS,
+    Phase.FETCH: Cause.FETCHING,
     Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
     Phase.LOADING: Cause.LOADED,

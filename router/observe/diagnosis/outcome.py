@@ -30,6 +30,7 @@ class Phase(StrEnum):
     ON_THE_WAY = "on_the_way"
     WORKER_STILL = "worker_still"
     BLOCKS = "blocks"
+    FETCH = "fetch"
     MESSAGES = "messages"  # of BLOCKS: what the KV manager did not let it wait; in no record
     MANAGER_AWAY = "manager_away"
     PREFILL_WAIT = "prefill_wait"
@@ -58,8 +59,9 @@ class Outcome:
     domain. `ahead_tokens` are positions that its worker computed for others between its admission and its own first
     step, most of them for `ahead_of`. `gaps` are the times between two events of output that a client sees, `late_gaps`
     those above the objective of the router. Its workers copied `loaded_blocks` from host memory in `load_seconds`, and
-    would have computed them in `spared_seconds`; 0: not known. `kept` names the tail rules that keep it. `index` is
-    what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
+    would have computed them in `spared_seconds`; 0: not known. Before that it waited `fetch_seconds` for `fetch_asked`
+    blocks from `fetch_source` ("disk", or a worker), and shared `fetched_blocks` of them. `kept` names the tail rules
+    that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
     """
 
     time_ns: int = 0
@@ -71,6 +73,7 @@ class Outcome:
     ahead_of: str = ""
     kept: str = ""
     index: str = ""
+    fetch_source: str = ""
     tenant: str = ""
     before: Seconds = ()
     after: Seconds = ()
@@ -89,6 +92,8 @@ class Outcome:
     moves: int = 0
     ahead_tokens: int = 0
     loaded_blocks: int = 0
+    fetched_blocks: int = 0
+    fetch_asked: int = 0
     other_domain_tokens: int = 0
     shared_tokens: int = 0
     sequences: int = 0
@@ -102,11 +107,22 @@ class Outcome:
     usual_gap: float = 0.0
     load_seconds: float = 0.0
     spared_seconds: float = 0.0
+    fetch_seconds: float = 0.0
 
     @property
     def first_token_s(self) -> float:
         """Seconds to the first token; to the end where there was none."""
         return sum(seconds for _, seconds in self.before)
+
+    @property
+    def unfetched_blocks(self) -> int:
+        """Blocks that it waited for and did not get."""
+        return max(0, self.fetch_asked - self.fetched_blocks)
+
+    @property
+    def fetch_spared_s(self) -> float:
+        """About what computing the fetched blocks would have taken; 0: not known."""
+        return self.spared_seconds * self.fetched_blocks / self.loaded_blocks if self.loaded_blocks else 0.0
 
     @property
     def decode_gap(self) -> float:
@@ -125,12 +141,12 @@ class Outcome:
         return self.first_token_s + sum(seconds for _, seconds in self.after)
 
 
-_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index")
+_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index", "fetch_source")
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
 _SECONDS: Final = (
-    "client_longest", "longest_gap", "usual_gap", "unread_before", "load_seconds", "spared_seconds"
+    "client_longest", "longest_gap", "usual_gap", "unread_before", "load_seconds", "spared_seconds", "fetch_seconds"
 )  # fmt: skip
 # Texts that name other requests or tenants: the public plane leaves them out, with the counts that go with them.
 PRIVATE_TEXTS: Final = ("other_domain", "ahead_of")

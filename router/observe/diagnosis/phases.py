@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from common.contracts.lease import FETCH_REASON
 from common.contracts.types import ShortfallReason
 from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.index_words import index_words
@@ -25,6 +26,7 @@ LABELS: Final = {
     Phase.ON_THE_WAY: "between router and worker",
     Phase.WORKER_STILL: "while its worker stood still",
     Phase.BLOCKS: "waiting for blocks",
+    Phase.FETCH: "waiting for a fetch",
     Phase.MESSAGES: "messages with the KV manager",
     Phase.MANAGER_AWAY: "without a KV manager",
     Phase.PREFILL_WAIT: "behind other prompts",
@@ -69,11 +71,12 @@ def parts_of(
 ) -> tuple[tuple[Phase, float], ...]:
     """Return the phases that so many recorded seconds of a phase are, each with its own cause.
 
-    Of a wait for blocks, the KV manager's record of the admission says how long it let the sequence wait.
+    Of a wait for blocks, the KV manager's record of the admission says how long it let the sequence wait, beside the
+    wait for a fetch, which is a phase of its own.
     """
     if phase is not Phase.BLOCKS or not outcome.admissions or len(history.grants) < outcome.admissions:
         return ((phase, seconds),)
-    waited = min(seconds, history.grants[0].waited)
+    waited = min(seconds, history.grants[0].lacked)
     parts = ((Phase.BLOCKS, waited), (Phase.MESSAGES, seconds - waited))
     return tuple([each for each in parts if each[1] > 0.0])
 
@@ -83,8 +86,8 @@ def cause_of(phase: Phase, history: RequestHistory, outcome: Outcome) -> Cause:
     match phase:
         case Phase.QUEUE:
             return _queue_cause(history, outcome)
-        case Phase.BLOCKS:
-            return _blocks_cause(history, outcome)
+        case Phase.BLOCKS | Phase.FETCH:
+            return _blocks_cause(history, outcome) if phase is Phase.BLOCKS else _fetch_cause(outcome)
         case Phase.DECODE:
             return Cause.SLOW_DECODE if outcome.decodes_slowly else Cause.DECODE
         case Phase.PREFILL:
@@ -107,7 +110,13 @@ def _blocks_cause(history: RequestHistory, outcome: Outcome) -> Cause:
     """Return why the manager let the sequence wait. That needs its records of all admissions, and of the wait."""
     if len(history.grants) < outcome.admissions or not history.shortfalls:
         return Cause.NOT_KNOWN
+    if not history.lacks:
+        return _fetch_cause(outcome)
     return Cause.OUTRANKED if _passed_at_manager(history) else Cause.BLOCKS
+
+
+def _fetch_cause(outcome: Outcome) -> Cause:
+    return Cause.FETCH_FAILED if outcome.unfetched_blocks else Cause.FETCHING
 
 
 def _passed_at_manager(history: RequestHistory) -> int:
@@ -159,7 +168,9 @@ def _queued_words(history: RequestHistory) -> str:
 
 
 def _blocks_words(history: RequestHistory, outcome: Outcome) -> str:
-    first, unit = history.shortfalls[0], history.unit
+    if not history.lacks:
+        return fetch_words(history, outcome)
+    first, unit = history.lacks[0], history.unit
     at = f"at {_worker(outcome)}"
     if first.reason == ShortfallReason.PLACES:
         return f"it waited {at} for a slot in the batch, which {_holders_words(first, unit)}"
@@ -192,7 +203,7 @@ def _stalled_words(history: RequestHistory, outcome: Outcome) -> str:
     else:
         lacks = "which had no block for its next tokens: the KV manager had none free, or answered late"
         began = f"it ran at {_worker(outcome)}, {lacks}"
-    return f"{began}; {_holders_words(history.shortfalls[0], history.unit)}" if history.shortfalls else began
+    return f"{began}; {_holders_words(history.lacks[0], history.unit)}" if history.lacks else began
 
 
 def _holders_words(shortfall: Shortfall, unit: str) -> str:
@@ -212,7 +223,7 @@ def _tenant_words(holder: Holder, unit: str) -> str:
 
 
 def _messages_words(history: RequestHistory, outcome: Outcome) -> str:
-    waited = history.grants[0].waited if history.grants else 0.0
+    waited = history.grants[0].lacked if history.grants else 0.0
     granted = f"after a wait of {duration(waited)}" if waited >= _LEAST_WAIT_S else "without a wait"
     late = f"the KV manager answered {_worker(outcome)} late: it stood still, or the messages between them were slow"
     return f"{late}; it granted the blocks {granted}"
@@ -226,6 +237,34 @@ def _ahead_words(outcome: Outcome) -> str:
     most = f", most of them for {outcome.ahead_of}" if outcome.ahead_of else ""
     words = f"{_worker(outcome)} computed {count(outcome.ahead_tokens, 'token')} of other requests first{most}"
     return f"it had its blocks, and {words}"
+
+
+def fetch_words(history: RequestHistory, outcome: Outcome) -> str:
+    """Return what a sequence waited for that was fetched, how long, and what became of it."""
+    at = f"at {_worker(outcome)}"
+    if not outcome.fetch_asked:  # it ended first
+        asked = next((each for each in history.shortfalls if each.reason == ShortfallReason.FETCH), None)
+        came = f"{count(asked.needed, 'block')} to come from {_source(asked.head)}" if asked else "blocks to be fetched"
+        return f"it waited {at} for {came}"
+    waited, source = f"it waited {duration(outcome.fetch_seconds)} {at}", _source(outcome.fetch_source)
+    if outcome.unfetched_blocks:
+        return f"{waited} for blocks from {source}; {unfetched_words(history, outcome)}"
+    spared = f", in place of {duration(outcome.fetch_spared_s)} of prefill" if outcome.fetch_spared_s else ""
+    return f"{waited} while {count(outcome.fetched_blocks, 'block')} came from {source}{spared}"
+
+
+def unfetched_words(history: RequestHistory, outcome: Outcome) -> str:
+    """Return how many of the blocks that a sequence waited for did not come, and why."""
+    lost, asked = outcome.unfetched_blocks, count(outcome.fetch_asked, "block")
+    why = next((each for grant in history.grants for each in grant.reasons if each.startswith(FETCH_REASON)), "")
+    _, _, failed = why.partition("; ")
+    reason = f" ({failed})" if failed else ""
+    done = "was" if lost == 1 else "were"
+    return f"{lost:,} of {asked} did not come from {_source(outcome.fetch_source)}{reason} and {done} computed"
+
+
+def _source(name: str) -> str:
+    return name or "elsewhere"
 
 
 def loaded_words(outcome: Outcome) -> str:
@@ -324,6 +363,8 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]]
         "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"
     ),
     Cause.BLOCKS: lambda seconds, history, outcome: _blocks_words(history, outcome),
+    Cause.FETCHING: lambda seconds, history, outcome: fetch_words(history, outcome),
+    Cause.FETCH_FAILED: lambda seconds, history, outcome: fetch_words(history, outcome),
     Cause.MESSAGES: lambda seconds, history, outcome: _messages_words(history, outcome),
     Cause.MANAGER_AWAY: lambda seconds, history, outcome: (
         f"it lacked blocks at {_worker(outcome)}, whose KV manager did not answer for {duration(seconds)}"

@@ -13,7 +13,7 @@ from router.contracts.index_answer import IndexSaid
 from router.observe.diagnosis.causes import Cause, advice_for
 from router.observe.diagnosis.index_words import index_said, index_words
 from router.observe.diagnosis.outcome import Outcome
-from router.observe.diagnosis.phases import loaded_words
+from router.observe.diagnosis.phases import loaded_words, unfetched_words
 from router.observe.diagnosis.request_history import Option, Placement, RequestHistory
 from router.observe.diagnosis.verdict import Verdict
 from router.observe.diagnosis.words import count, duration
@@ -25,6 +25,7 @@ _AT_ONCE: Final = {
     "disabled": Cause.CACHE_OFF,
     "windowed": Cause.WINDOW_MISSING,
     "unresumable": Cause.NO_CHECKPOINT,
+    "unfetched": Cause.NOT_FETCHED,
     "below_block": Cause.BELOW_BLOCK,
 }
 # Causes of a miss where the index did not say which other worker has the prompt.
@@ -39,10 +40,12 @@ _SILENT: Final = {
 # This share of a prompt is worth a sentence.
 _MUCH: Final = 0.25
 _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
+# Reasons of a miss behind the blocks of a fetch that did not come.
+_UNFETCHED: Final = _UNSEEN | {"evicted", "unfetched"}
 
 
 def prefix_verdict(history: RequestHistory) -> Verdict | None:
-    """Return why no more was cached, and what was loaded from host memory.
+    """Return why no more was cached, and what was fetched and loaded from host memory.
 
     None where all that can be cached was in blocks, or where the request got no blocks.
     """
@@ -50,15 +53,22 @@ def prefix_verdict(history: RequestHistory) -> Verdict | None:
     if outcome is None or not outcome.miss:
         return None
     whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
-    loaded = loaded_words(outcome) if outcome.loaded_blocks else ""
+    loaded = "; ".join([*_fetched(outcome), *([loaded_words(outcome)] if outcome.loaded_blocks else [])])
     if outcome.miss in _NO_MISS and not _ends_in_a_block(outcome):
-        verdict = Verdict(
-            Cause.LOADED, 0.0, f"{whole}; {loaded}.", _evidence(history, outcome), advice_for(Cause.LOADED)
-        )
+        cause = Cause.FETCHING if outcome.fetched_blocks else Cause.LOADED
+        verdict = Verdict(cause, 0.0, f"{whole}; {loaded}.", _evidence(history, outcome), advice_for(cause))
         return verdict if loaded else None
     cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(history, outcome)
     sentence = f"{whole}: {_words(cause, history, outcome)}." + (f" {loaded}." if loaded else "")
     return Verdict(cause, 0.0, sentence, _evidence(history, outcome), advice_for(cause))
+
+
+def _fetched(outcome: Outcome) -> list[str]:
+    """Return in words what was fetched for a request."""
+    if not outcome.fetched_blocks:
+        return []
+    came = f"{count(outcome.fetched_blocks, 'block')} came from {outcome.fetch_source or 'elsewhere'}"
+    return [f"{came} in {duration(outcome.fetch_seconds)}"]
 
 
 def _ends_in_a_block(outcome: Outcome) -> bool:
@@ -68,6 +78,8 @@ def _ends_in_a_block(outcome: Outcome) -> bool:
 
 
 def _cause(history: RequestHistory, outcome: Outcome) -> Cause:
+    if outcome.unfetched_blocks and outcome.miss in _UNFETCHED:
+        return Cause.FETCH_FAILED
     if outcome.miss in _AT_ONCE:
         return _AT_ONCE[outcome.miss]
     if outcome.miss in _UNSEEN and outcome.other_domain_tokens > outcome.cached_tokens:
@@ -122,6 +134,8 @@ def _words(cause: Cause, history: RequestHistory, outcome: Outcome) -> str:
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
     if cause is Cause.EVICTED:
         return f"{outcome.worker} had more of it, and evicted that{_evicted_for(history)}{_retention(history)}"
+    if cause is Cause.FETCH_FAILED:
+        return unfetched_words(history, outcome)
     if cause in _SILENT.values():
         return f"{index_words(outcome)}, so the router could not know who holds it; {outcome.worker} does not"
     return _plain_words(cause, outcome) + _partial(history)
@@ -137,6 +151,8 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
         "another request was computing that, or it was evicted",
         Cause.NO_CHECKPOINT: f"{worker} had K and V of its first {count(outcome.diverged_at * size, 'token')}, and no "
         "checkpoint of the states of the model's layers behind them",
+        Cause.NOT_FETCHED: f"{worker} had its first {count(outcome.diverged_at * size, 'token')}, some of them on disk "
+        "alone, and did not fetch these: it was not expected to pay, or host memory had no room for them",
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",

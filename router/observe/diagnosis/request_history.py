@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from common.contracts.types import TENANT_CANDIDATE, Candidate, Decision, DecisionKind
+from common.contracts.types import TENANT_CANDIDATE, Candidate, Decision, DecisionKind, ShortfallReason
 from router.observe.diagnosis.outcome import Outcome, outcome_of
 
 RecordT = TypeVar("RecordT")
@@ -60,7 +60,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A sequence waits for blocks or a batch slot; `head` is the request that goes before it, if any."""
+    """A sequence waits for blocks or a batch slot; `head` is the request that goes before it, if any.
+
+    One that waits for a fetch `needed` so many blocks, which come from `head`.
+    """
 
     time_ns: int
     reason: str
@@ -78,7 +81,7 @@ class Grant:
     """A sequence got its blocks after a wait at the manager; its missing prefix was evicted for `evicted_for`.
 
     It lacks blocks of its prompt then (`lacking`) if it begins with a part. `passed_by` sequences of a higher priority
-    were admitted while it waited.
+    were admitted while it waited. For `fetch_seconds` of its wait blocks came from elsewhere.
     """
 
     time_ns: int
@@ -89,6 +92,12 @@ class Grant:
     evicted_for: str
     lacking: int = 0
     passed_by: int = 0
+    fetch_seconds: float = 0.0
+
+    @property
+    def lacked(self) -> float:
+        """For how long it waited for other reasons than a fetch."""
+        return max(0.0, self.waited - self.fetch_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,11 @@ class RequestHistory:
     lost_to: tuple[Preemption, ...] = ()
     gained_from: tuple[Preemption, ...] = ()
     unread: tuple[str, ...] = field(default=())
+
+    @property
+    def lacks(self) -> tuple[Shortfall, ...]:
+        """What it waited for, but for fetches."""
+        return tuple([each for each in self.shortfalls if each.reason != ShortfallReason.FETCH])
 
     @property
     def unit(self) -> str:
@@ -248,6 +262,7 @@ def _grant(decision: Decision) -> Grant:
         evicted_for=decision.beneficiary,
         lacking=_number(decision, "lacking_blocks"),
         passed_by=_number(decision, "passed_by"),
+        fetch_seconds=dict(decision.figures).get("fetch_seconds", 0.0),
     )
 
 

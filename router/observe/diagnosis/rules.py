@@ -83,6 +83,8 @@ def _option(option: Option) -> str:
 
 
 def _short(shortfall: Shortfall, unit: str) -> str:
+    if shortfall.reason == ShortfallReason.FETCH:
+        return f"waits while {count(shortfall.needed, 'block')} come from {shortfall.head or 'elsewhere'}"
     others = (ShortfallReason.BEHIND, ShortfallReason.CHECKPOINT)
     behind = f" behind {shortfall.head}" if shortfall.reason in others and shortfall.head else ""
     room = f"needs {count(shortfall.needed, unit)}, {shortfall.available} of {shortfall.num_blocks} are free or cached"

@@ -47,6 +47,18 @@ def test_what_held_a_request_up_at_its_worker_has_spans_of_its_own() -> None:
     ]
 
 
+def test_the_wait_for_a_fetch_is_a_span_between_that_for_blocks_and_the_prefill() -> None:
+    outcome = Outcome(
+        before=(("blocks", 1.0), ("fetch", 2.0), ("loading", 0.5), ("prefill", 1.0)), has_first_token=True
+    )
+    assert lines(spans_of(ended(outcome)))[1:5] == [
+        ("reserve", "kvmanager", 0.0, 1.0, "request"),
+        ("fetch", "gpuworker", 1.0, 3.0, "request"),
+        ("load", "gpuworker", 3.0, 3.5, "request"),
+        ("prefill", "gpuworker", 3.5, 4.5, "request"),
+    ]
+
+
 def test_phases_follow_one_another_and_decisions_stand_in_them() -> None:
     outcome = Outcome(
         before=(("queue", 1.0), ("lookup", 0.5), ("blocks", 2.0), ("prefill_wait", 0.5), ("prefill", 1.0)),

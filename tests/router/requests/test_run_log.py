@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.contracts.clock import ManualClock
-from common.contracts.types import FinishReason, MissReason, SamplingParams, Usage
+from common.contracts.moves import Fetched
+from common.contracts.types import Decision, DecisionKind, FinishReason, MissReason, SamplingParams, Usage
 from common.process.standstill import Standstill
 from router.contracts.events import Finished, Timings, ValidatedRequest
 from router.contracts.index_answer import NOTHING_ASKED
+from router.observe.diagnosis.outcome import figures_of, outcome_of, texts_of
 from router.requests.run_log import RunLog
 from router.workers.worker_events import (
     Lost,
@@ -211,6 +213,45 @@ def test_copies_from_host_memory_are_a_phase_of_their_own_and_not_the_prefill() 
     assert told.seconds() == (before, {"decode": 0.5})
     outcome = told.log.outcome("", "w0", 1)
     assert (outcome.loaded_blocks, outcome.load_seconds, outcome.spared_seconds) == (47, 0.75, 3.5)
+
+
+def fetches(done: float, blocks: int, asked: int, took: float, source: str = "disk") -> SequenceAdmitted:
+    fetched = Fetched(blocks, asked, took, source)
+    return SequenceAdmitted(0, MissReason.NEVER_SEEN, 0, "", done - 2.0, when=at(done), fetched=fetched)
+
+
+def test_a_wait_for_a_fetch_is_a_phase_of_its_own_and_not_the_wait_for_blocks() -> None:
+    told = Told()
+    told.follow(fetches(3.0, 35, 47, 0.75), 3.0)
+    told.follow(tokens(4.5), 4.5)
+    told.follow(end(5.0), 5.0)
+    assert told.seconds() == ({"blocks": 0.25, "fetch": 0.75, "prefill": 1.5}, {"decode": 0.5})
+    outcome = told.log.outcome("", "w0", 1)
+    assert (outcome.fetched_blocks, outcome.fetch_asked, outcome.fetch_seconds) == (35, 47, 0.75)
+    assert (outcome.fetch_source, outcome.unfetched_blocks) == ("disk", 12)
+    assert outcome_of(Decision("d", DecisionKind.OUTCOME, 0, "", "r", (), texts_of(outcome),
+                               figures=figures_of(outcome))) == outcome  # fmt: skip
+
+
+def test_what_a_preempted_sequence_waits_for_is_taken_off_the_preemption() -> None:
+    told = Told()
+    told.follow(fetches(3.0, 4, 4, 0.5), 3.0)
+    told.follow(tokens(3.5), 3.5)
+    told.follow(Preempted(at(4.0)), 4.0)
+    told.follow(fetches(5.0, 3, 4, 0.75, "worker-1"), 5.0)
+    told.follow(tokens(6.5), 6.5)
+    told.follow(end(7.0), 7.0)
+    after = {"decode": 1.0, "preempted": 1.75, "fetch": 0.75}
+    assert told.seconds() == ({"blocks": 0.5, "fetch": 0.5, "prefill": 0.5}, after)
+    outcome = told.log.outcome("", "w0", 1)
+    assert (outcome.fetched_blocks, outcome.fetch_asked, outcome.fetch_source) == (7, 8, "worker-1")
+
+
+def test_two_sequences_that_wait_at_once_wait_once() -> None:
+    told = Told(sequences=2)
+    told.follow(fetches(3.0, 4, 4, 0.75), 3.0)
+    told.follow(fetches(3.0, 4, 4, 0.75), 3.0, index=1)
+    assert told.seconds()[0] == {"blocks": 0.25, "fetch": 0.75}
 
 
 def test_what_a_preempted_sequence_loads_is_taken_off_the_preemption() -> None:

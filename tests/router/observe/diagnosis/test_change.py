@@ -43,6 +43,25 @@ def test_a_hit_rate_changes_by_the_missed_tokens_of_each_reason() -> None:
     assert found.divisions[0].parts[0].name == "never_seen"
 
 
+def test_blocks_that_a_fetch_did_not_bring_are_a_reason_of_their_own() -> None:
+    """Of 48 missed tokens two blocks of sixteen were waited for in vain."""
+    failed = replace(cached(64, 16, "diverged_at"), block_size=16, fetch_asked=3, fetched_blocks=1)
+    found = hit_rate_change([cached(64, 64)], [failed])
+    assert parts(found, "miss reason") == {
+        "fetch_failed": (0.0, -0.5, -0.5),
+        "diverged_at": (0.0, -0.25, -0.25),
+        "full_hit": (0.0, 0.0, 0.0),
+    }
+    assert head_of(found) == (
+        "The hit rate fell from 100 % to 25 %, by 75.0 points: mostly from blocks that did not come from disk, or from "
+        "another worker, in a fetch (50.0 points) and prompts that differ from earlier ones (25.0 points)."
+    )
+    advice = advice_of(found)
+    assert advice is not None
+    assert advice.anchor == "fetch-failed"
+    assert hit_rate_change([cached(64, 64)], [cached(64, 0, "unfetched")]).divisions[0].parts[0].name == "unfetched"
+
+
 def test_a_tenant_counts_by_its_own_change_and_by_how_much_of_it_there_is() -> None:
     # Red keeps its 50 %, blue its 0 %; there is three times as much of blue.
     before = [cached(96, 48, tenant="red"), cached(32, 0, "never_seen", tenant="blue")]

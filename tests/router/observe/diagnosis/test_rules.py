@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
-from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import FETCH_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.contracts.refusals import FAULTS, Refusal, refusal_record, wrong_request_record
 from router.observe.diagnosis.causes import Cause
@@ -673,6 +673,104 @@ def test_loads_that_took_most_of_the_time_are_the_verdict() -> None:
         "Nothing held it up: 82 % of its 1.1 s: w0 loaded 47 blocks from host memory in 900 ms instead of computing "
         "752 tokens (about 410 ms at its rate)."
     )
+
+
+FETCHED = replace(
+    LOADED,
+    before=seconds(fetch=0.031, loading=0.003, prefill=0.01),
+    after=(),
+    fetched_blocks=47,
+    fetch_asked=47,
+    fetch_seconds=0.031,
+    fetch_source="disk",
+)
+FAILED = replace(
+    FETCHED, cached_tokens=560, fetched_blocks=35, loaded_blocks=35, spared_seconds=0.35, miss="diverged_at",
+    diverged_at=35,
+)  # fmt: skip
+
+
+def fetched(waited: float, fetching: float, words: str = "47 of 47 blocks came from disk in 31 ms") -> Decision:
+    """Return a grant after a wait, of which a fetch took some seconds."""
+    grant = granted(waited)
+    figures = (*grant.figures, ("fetched_blocks", 47.0), ("fetch_seconds", fetching))
+    return replace(grant, reasons=(*grant.reasons, f"{FETCH_REASON}{words}"), figures=figures)
+
+
+def test_a_wait_for_the_disk_is_told_with_what_computing_would_take() -> None:
+    found = asked(FETCHED, routed(), short(ShortfallReason.FETCH, "disk"), fetched(0.031, 0.031))
+    waited = "it waited 31 ms at w0 while 47 blocks came from disk, in place of 410 ms of prefill"
+    assert (found.verdict.cause, found.verdict.sentence) == (
+        Cause.FETCHING,
+        f"70 % of the 44 ms to the first token: {waited}.",
+    )
+    assert found.verdict.advice.anchor == "fetched"
+    assert [(each.phase, each.cause) for each in found.phases] == [
+        (Phase.FETCH, Cause.FETCHING),
+        (Phase.LOADING, Cause.LOADED),
+        (Phase.PREFILL, Cause.PREFILL),
+    ]
+    assert found.prefix is not None
+    assert (found.prefix.cause, found.prefix.sentence) == (
+        Cause.FETCHING,
+        f"752 of 760 prompt tokens were cached; 47 blocks came from disk in 31 ms; {LOADS} (about 410 ms at its rate).",
+    )
+    assert found.steps[1].sentence == "waits while 8 blocks come from disk"
+
+
+def test_blocks_of_another_worker_are_told_by_its_name() -> None:
+    peer = replace(FETCHED, fetch_source="worker-1", spared_seconds=0.0)
+    found = asked(peer, routed(), short(ShortfallReason.FETCH, "worker-1"), fetched(0.031, 0.031))
+    assert found.verdict.sentence.endswith("it waited 31 ms at w0 while 47 blocks came from worker-1.")
+    assert found.steps[1].sentence == "waits while 8 blocks come from worker-1"
+
+
+def test_a_fetch_that_failed_says_what_was_computed_and_why() -> None:
+    words = "35 of 47 blocks came from disk in 31 ms; 1 failed their checksum, 11 could not be read"
+    found = asked(FAILED, routed(), short(ShortfallReason.FETCH, "disk"), fetched(0.031, 0.031, words))
+    lost = "12 of 47 blocks did not come from disk (1 failed their checksum, 11 could not be read) and were computed"
+    assert (found.verdict.cause, found.verdict.advice.anchor) == (Cause.FETCH_FAILED, "fetch-failed")
+    assert found.verdict.sentence.endswith(f"it waited 31 ms at w0 for blocks from disk; {lost}.")
+    assert found.prefix is not None
+    assert found.prefix.cause is Cause.FETCH_FAILED
+    assert found.prefix.sentence.startswith(f"560 of 760 prompt tokens were cached: {lost}. 35 blocks came from disk")
+    unsaid = asked(FAILED, routed()).prefix
+    assert unsaid is not None
+    assert "12 of 47 blocks did not come from disk and were computed" in unsaid.sentence, "the manager's record is gone"
+
+
+def test_what_was_not_fetched_is_no_eviction() -> None:
+    found = asked(replace(UNSEEN, miss="unfetched", diverged_at=6), routed(), granted(0.0)).prefix
+    assert found is not None
+    assert (found.cause, found.advice.anchor) == (Cause.NOT_FETCHED, "not-fetched")
+    assert found.sentence == (
+        "0 of 100 prompt tokens were cached: w0 had its first 96 tokens, some of them on disk alone, and did not fetch "
+        "these: it was not expected to pay, or host memory had no room for them."
+    )
+
+
+def test_a_wait_for_a_fetch_is_not_one_for_blocks() -> None:
+    """Of two seconds at the manager the fetch took one, and then blocks were short."""
+    slow = replace(FETCHED, before=seconds(blocks=1.1, fetch=1.0, prefill=0.1), fetch_seconds=1.0)
+    lacked = replace(short(), decision_id="lacked", time_ns=2_500)
+    found = asked(slow, routed(), short(ShortfallReason.FETCH, "disk"), lacked, fetched(2.0, 1.0))
+    causes = [(each.phase, each.cause, round(each.seconds, 3)) for each in found.phases]
+    assert causes[:3] == [
+        (Phase.BLOCKS, Cause.BLOCKS, 1.0),
+        (Phase.MESSAGES, Cause.MESSAGES, 0.1),
+        (Phase.FETCH, Cause.FETCHING, 1.0),
+    ]
+    slow = replace(slow, before=seconds(blocks=2.0, prefill=0.1))
+    assert (
+        "it waited at w0 for 8 blocks, and 3 sequences" in asked(slow, routed(), lacked, granted(2.0)).verdict.sentence
+    )
+
+
+def test_a_request_that_ended_while_its_blocks_came_says_for_what_it_waited() -> None:
+    gone = replace(CALM, has_first_token=False, started=False, admissions=0, before=seconds(blocks=3.0), miss="",
+                   ended="CANCELLED", failure="the client went away")  # fmt: skip
+    found = asked(gone, routed(), short(ShortfallReason.FETCH, "disk")).verdict
+    assert "it waited at w0 for 8 blocks to come from disk" in found.sentence
 
 
 def test_a_preemption_says_what_host_memory_keeps_of_it() -> None:
