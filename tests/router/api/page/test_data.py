@@ -280,13 +280,23 @@ def test_a_worker_says_how_much_of_its_host_memory_is_used() -> None:
 def test_a_worker_says_how_much_of_its_disk_is_used_and_how_transfers_ended() -> None:
     load = inference_pb2.WorkerLoad(worker_id="w0", num_blocks=64)
     pool = pb.Pool(disk_frames=900, disk_held=70, disk_stores=90, disk_loads=30, disk_lost=4, unsaved=6)
-    pool.fetching, pool.fetches = 1, 5
+    pool.fetching, pool.fetches, pool.peer_loads = 1, 5, 8
     pool.transfer_ends.update({"done": 120, "late": 2})
-    names = ("disk_frames", "disk_held", "disk_stores", "disk_loads", "disk_lost", "unsaved", "fetching", "fetches")
+    names = (
+        "disk_frames",
+        "disk_held",
+        "disk_stores",
+        "disk_loads",
+        "disk_lost",
+        "unsaved",
+        "fetching",
+        "fetches",
+        "peer_loads",
+    )
     row, unknown = worker_row(load, pool), worker_row(load, None)
-    assert [row[name] for name in names] == [900, 70, 90, 30, 4, 6, 1, 5]
+    assert [row[name] for name in names] == [900, 70, 90, 30, 4, 6, 1, 5, 8]
     assert (row["disk_closed"], row["transfer_ends"]) == (False, {"done": 120, "late": 2})
-    assert ([unknown[name] for name in names], unknown["transfer_ends"]) == ([None] * 8, {})
+    assert ([unknown[name] for name in names], unknown["transfer_ends"]) == ([None] * 9, {})
 
 
 def test_hits_by_reason() -> None:
