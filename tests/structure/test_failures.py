@@ -105,6 +105,27 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.ROUTER_WITHOUT_MEMORY,
         Kind.WORKER_WITHOUT_MEMORY,
     ),
+    "a frame on disk rots or cannot be read": (
+        f"{SUITES}/e2e/test_disk_cache.py::test_blocks_that_rot_on_disk_are_computed_again",
+        f"{MANAGER}/ledger/test_transfer_records.py::test_a_fetch_that_fails_says_how",
+    ),
+    "a disk is full, fails or hangs": (
+        f"{WORKER}/memory/test_disk_frames.py::test_a_full_disk_fails_a_save_and_the_frame_holds_nothing",
+        f"{WORKER}/memory/test_disk_frames.py::test_eight_errors_in_a_row_close_the_tier_with_one_line",
+        f"{WORKER}/engine/test_transfers.py::test_a_fetch_that_takes_half_a_second_is_given_up",
+    ),
+    "a worker with a disk cache is killed": (
+        f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_was_killed_comes_back_with_its_blocks",
+        f"{WORKER}/memory/test_disk_frames.py::test_a_save_that_is_cut_short_is_a_miss",
+    ),
+    "files of another model, type or layout in the folder of a disk cache": (
+        (f"{WORKER}/memory/test_disk_frames.py::test_another_format_empties_the_folder_and_the_log_names_what_differs"),
+        f"{WORKER}/memory/test_disk_frames.py::test_a_second_process_is_refused",
+    ),
+    "a reset of the cache while a worker with a disk is away": (
+        f"{SUITES}/e2e/test_disk_cache.py::test_a_reset_empties_the_disk_of_a_worker_that_is_killed_behind_it",
+        f"{MANAGER}/test_pins.py::test_a_worker_that_missed_a_reset_is_reset_by_the_next_manager",
+    ),
     "a step fails": (
         (
             f"{WORKER}/engine/test_engine.py::"

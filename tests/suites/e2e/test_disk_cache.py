@@ -94,7 +94,7 @@ async def test_a_worker_that_was_killed_finds_its_blocks_again(tmp_path: Path) -
         assert tokens(again) == wanted()
         assert [cached_tokens(each) for each in again] == [36] * len(TALKS)
         usages = [each.finished.usage for each in again if each.finished is not None]
-        assert [each.host_cached_tokens for each in usages] == [36] * len(TALKS), "by way of host memory"
+        assert [(each.host_cached_tokens, each.disk_cached_tokens) for each in usages] == [(0, 36)] * len(TALKS)
         await suite.until_all_free(1)
 
 
