@@ -26,7 +26,8 @@ from tests.suites.protocol.scenarios import ALL_FAULTS, RESETS
 from tests.suites.protocol.transfer_side import TransferSide
 
 EVERY_FAULT = (*ALL_FAULTS, *RESETS)
-_fetch, _save, _end_fetch, _find_fetch = transfers._fetch, transfers._save, transfers._end_fetch, transfers.find_fetch
+_order_fetches, _find_fetch = transfers._order_fetches, transfers.find_fetch
+_save, _end_fetch = transfers._save, transfers._end_fetch
 _expect, _drop_cached = FrameTier.expect, evicting.drop_cached_blocks
 _take_saves, _book_saves, _book_end = LeaseAgent.take_saves, TransferBook.take_saves, TransferBook.end
 _start_manager = ManagerSide.start_manager
@@ -38,11 +39,12 @@ UNAUDITED_FRAMES = (audit, "check_frames", nothing)
 # ------------------------------------------------------------ what counts, and when
 
 
-def register_at_the_order(state: LedgerState, hashes: list[BlockHash], place: int, saved: FrameId) -> int | None:
-    number = _fetch(state, hashes, place, saved)
-    if number is not None and state.store.tier is not None:
-        state.store.cache.note_arrived(state.store.tier, hashes[place])
-    return number
+def register_at_the_order(state: LedgerState, hashes: list[BlockHash], run: transfers.FetchRun) -> list[int]:
+    ordered = _order_fetches(state, hashes, run)
+    assert state.store.tier is not None
+    for block_hash in [*state.store.tier.expected]:
+        state.store.cache.note_arrived(state.store.tier, block_hash)
+    return ordered
 
 
 def end_a_registered_fetch(state: LedgerState, move: Move, end: MoveEnd) -> None:
@@ -217,7 +219,11 @@ TRANSFER_MUTANTS = (
     Mutant(
         "131",
         "a block that is fetched counts as there from the order on",
-        ((transfers, "_fetch", register_at_the_order), (transfers, "_end_fetch", end_a_registered_fetch), UNAUDITED),
+        (
+            (transfers, "_order_fetches", register_at_the_order),
+            (transfers, "_end_fetch", end_a_registered_fetch),
+            UNAUDITED,
+        ),
         Exhaustive("disk_warm"),
         ("I17",),
     ),
