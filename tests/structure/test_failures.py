@@ -106,7 +106,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.WORKER_WITHOUT_MEMORY,
     ),
     "a frame on disk rots or cannot be read": (
-        f"{SUITES}/e2e/test_disk_cache.py::test_blocks_that_rot_on_disk_are_computed_again",
+        f"{SUITES}/e2e/test_disk_cache.py::test_blocks_that_rot_are_misses",
         f"{MANAGER}/ledger/test_transfer_records.py::test_a_fetch_that_fails_says_how",
     ),
     "a disk is full, fails or hangs": (
@@ -115,7 +115,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{WORKER}/engine/test_transfers.py::test_a_fetch_that_takes_half_a_second_is_given_up",
     ),
     "a worker with a disk cache is killed": (
-        f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_was_killed_comes_back_with_its_blocks",
+        f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_was_killed_finds_its_blocks_again",
         f"{WORKER}/memory/test_disk_frames.py::test_a_save_that_is_cut_short_is_a_miss",
     ),
     "files of another model, type or layout in the folder of a disk cache": (
@@ -123,7 +123,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{WORKER}/memory/test_disk_frames.py::test_a_second_process_is_refused",
     ),
     "a reset of the cache while a worker with a disk is away": (
-        f"{SUITES}/e2e/test_disk_cache.py::test_a_reset_empties_the_disk_of_a_worker_that_is_killed_behind_it",
+        f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_missed_a_reset_brings_nothing_back",
         f"{MANAGER}/test_pins.py::test_a_worker_that_missed_a_reset_is_reset_by_the_next_manager",
     ),
     "a step fails": (
