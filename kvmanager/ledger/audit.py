@@ -192,8 +192,9 @@ def _transfers(state: LedgerState) -> None:
     for tier, saves in ((store.tier, False), (store.disk, True)):
         ordered = {move.hash: move.target.index for move in transfers.open.values() if move.saves == saves}
         _check(tier is None or tier.expected == ordered, "a frame expects another transfer than is open")
-    reads = Counter(move.source.index for move in transfers.open.values() if not move.saves)
     if store.disk is not None and not transfers.closed:
+        fetches = [move for move in transfers.open.values() if not move.saves and move.peer is None]
+        reads = {move.source.index for move in fetches}
         held = {frame for frame, of in enumerate(store.disk.frames.state) if of is BlockState.IN_USE}
         _check(held == {*reads, *store.disk.expected.values()}, "a frame on disk is in use without a transfer")
     _check(transfers.saves == sum(move.saves for move in transfers.open.values()), "saves are miscounted")

@@ -155,8 +155,7 @@ def _find_on_disk(state: LedgerState, hashes: list[BlockHash], first: int, end: 
     if store.disk is None or store.tier is None or state.transfers.closed:
         return []
     run = store.disk.find_run(hashes, first, min(end, first + _room(state, store.tier)), store.cache.ambiguous)
-    known = (place for place in range(len(run)) if hashes[first + place] in store.tier.entries)
-    return run[: next(known, len(run))]
+    return run[: _count_unknown(store.tier, hashes[first : first + len(run)])]
 
 
 def _find_at_peer(
@@ -171,8 +170,13 @@ def _find_at_peer(
     if found is None:
         return None, []
     peer, count = found
-    known = (place for place in range(count) if hashes[first + place] in store.tier.entries)
-    return peer, [_AT_PEER] * next(known, count)
+    return peer, [_AT_PEER] * _count_unknown(store.tier, hashes[first : first + count])
+
+
+def _count_unknown(tier: FrameTier, hashes: list[BlockHash]) -> int:
+    """Return how many leading hashes have no frame of host memory, and are not being fetched into one."""
+    known = (place for place, each in enumerate(hashes) if each in tier.entries or each in tier.expected)
+    return next(known, len(hashes))
 
 
 _NO_PEER: Final[tuple[Peer | None, list[FrameId]]] = None, []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from copy import copy
 from typing import TypeVar
 
-from common.contracts.types import SequenceId
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.frame_claims import FrameClaims
 from gpuworker.scheduling.lease_agent import LeaseAgent
@@ -18,6 +19,7 @@ from gpuworker.scheduling.transfer_book import TransferBook
 from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")
+C = TypeVar("C")
 _COLUMNS = (
     "_reserve", "_bind", "_bind_groups", "_bind_pages", "_seal", "_partials", "_copied", "_trim", "_run_trim",
     "_returned", "_preempted", "_finished", "_moved",
@@ -41,7 +43,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._in_flight = agent._in_flight.copy()
     twin._copies, twin._loaded = agent._copies.copy(), agent._loaded.copy()
     twin._frames = FrameClaims(agent._frames.num_frames)
-    twin._frames.held = agent._frames.held.copy()
+    twin._frames.held = _copy_claims(agent._frames.held)
     twin._transfers = _copy_transfers(agent._transfers)
     twin._partial_copies = PartialCopies()
     twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
@@ -62,11 +64,25 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         tuple([plan.copies for plan in agent._in_flight]),
         (agent._lease_target, agent.reset),
         frozenset([(frame, each and each.hash) for frame, each in agent._frames.held.items()]),
-        (agent._transfer_waits, _transfers_key(agent._transfers)) if agent.config.disk_frames else None,
+        (agent._transfer_waits, _transfers_key(agent._transfers)) if _moves(agent) else None,
     )
 
 
+def _moves(agent: LeaseAgent) -> bool:
+    """Return whether there may be transfers."""
+    return bool(agent.config.disk_frames) or agent.config.serves_peers
+
+
 # ---------------------------------------------------------------- copies
+
+
+def _copy_claims(old: dict[BlockId, C]) -> dict[BlockId, C]:
+    if not isinstance(old, ClaimsByHash):
+        return old.copy()
+    twin = ClaimsByHash()
+    twin.update(old)
+    twin._places = old._places.copy()
+    return twin
 
 
 def _copy_transfers(old: TransferBook) -> TransferBook:
@@ -79,7 +95,7 @@ def _copy_transfers(old: TransferBook) -> TransferBook:
 def _copy_blocks(old: BlockStates) -> BlockStates:
     twin = shallow(old)
     twin.pool, twin.fill, twin.holders = old.pool.copy(), old.fill.copy(), old.holders.copy()
-    twin.content = old.content.copy()
+    twin.content = _copy_claims(old.content)
     twin.made = old.made.copy() if old.made is not None else None
     return twin
 

@@ -116,6 +116,13 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
     return None if before == NOTHING else key(before, block_size)
 
 
+@cache
+def image_of(block_hash: BlockHash, block_size: int) -> tuple[int, ...]:
+    """Return what the slots of the block hold that a hash stands for."""
+    node = _nodes_of_keys[block_hash]
+    return tuple([ancestor(node, steps) for steps in range(block_size - 1, -1, -1)])
+
+
 class Device:
     """The KV cache of one worker: per block, the node that each slot holds.
 

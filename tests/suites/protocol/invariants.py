@@ -1,8 +1,9 @@
 """The invariants I1 to I14 of the lease protocol, checked on a world after every event.
 
-Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I25 is that no
-transfer touches a place while a copy does. I28 is that a row goes on from the states of its own tokens, I31 that no
-checkpoint stands behind a sequence's last token. I33 is that messages tell of no groups where the pool has none.
+Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I24 is that a peer
+would get what it asks for, or nothing. I25 is that no transfer touches a place while a copy does. I28 is that a row
+goes on from the states of its own tokens, I31 that no checkpoint stands behind a sequence's last token. I33 is that
+messages tell of no groups where the pool has none.
 
 I15, the order in which blocks are granted, is checked by `liveness.py` alone.
 """
@@ -82,6 +83,8 @@ def _check_worker(world: World) -> None:
         raise Violation("I4" if "claimed" in str(broken) else "I2", str(broken)) from broken
     _pages_are_in_one_block(world)
     _fill_is_true(world)
+    if world.scenario.peers:
+        world.check_images()
 
 
 def _pages_are_in_one_block(world: World) -> None:
@@ -302,7 +305,8 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
     if world.resets != manager.told_reset and not (has_the_worker and world.resets == world.agent.reset):
         return
-    back = [block for block in world.dropped if ledger.state.store.blocks.hash[block] is not None]
+    hashes, coming = ledger.state.store.blocks.hash, {each.block for each in _ordered_copies(world) if each.load}
+    back = [block for block in world.dropped if hashes[block] is not None and block not in coming]
     if back:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
     store = ledger.state.store
@@ -387,8 +391,9 @@ def check_quiescence(world: World) -> None:
         or ledger.state.sequences.preempting
         or ledger.state.store.cache.pending
         or pool.leased
+        or ledger.state.transfers.open
     ):
-        raise Violation("I8", "the manager keeps sequences, a queue, pending blocks or leases")
+        raise Violation("I8", "the manager keeps sequences, a queue, pending blocks, leases or transfers")
     if ledger.reset_pending:
         raise Violation("I11", "the worker has not confirmed the reset")
     if pool.available != len(pool.blocks):

@@ -65,7 +65,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.admission = replace(old.admission, reservation=replace(reservation) if reservation else None)
     worker = old.worker
     new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
-    new.tier_copies, new.transfers = old.tier_copies.copy(), old.transfers.copy()
+    new.tier_copies, new.transfers, new.peers = old.tier_copies.copy(), old.transfers.copy(), old.peers
     return new
 
 
@@ -205,7 +205,8 @@ def _partial_key(state: LedgerState) -> tuple[object, ...]:
 def _tier_key(state: LedgerState) -> tuple[object, ...]:
     tiers = [each for each in (state.store.tier, state.store.disk) if each is not None]
     held = [(tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), frozenset(tier.expected)) for tier in tiers]
-    return tuple(held), tuple(state.tier_copies), state.transfers.key() if state.store.disk is not None else None
+    moves = state.store.disk is not None or state.peers is not None
+    return tuple(held), tuple(state.tier_copies), state.transfers.key() if moves else None
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:

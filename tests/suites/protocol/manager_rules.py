@@ -55,8 +55,9 @@ def leave_pending(store: BlockStore, blocks: Iterable[BlockId]) -> None:
 
 
 def apply_releases_first() -> Patch:
-    reserve, bind, seal, parts, copied, trim, moved, take_back, requeue, finish = report_applier.COLUMNS
-    return (report_applier, "COLUMNS", (reserve, requeue, finish, bind, seal, parts, copied, trim, moved, take_back))
+    *others, requeue, finish = report_applier.COLUMNS
+    reserve, *rest = others
+    return (report_applier, "COLUMNS", (reserve, requeue, finish, *rest))
 
 
 def count_every_stall(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:

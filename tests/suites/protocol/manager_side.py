@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, AttachRejected, Inventory, Report
+from common.contracts.moves import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared
@@ -15,6 +19,20 @@ from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 
 CLOCK = ManualClock()
 """The clock of all worlds. Each sets it to its own time before an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """A peer that has, as the manager believes, all blocks of each `every`-th prompt."""
+
+    every: int
+    worker_id: str = "peer"
+
+    def __call__(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> tuple[Oracle, int] | None:
+        return None if block_hashes[-1][0] % self.every else (self, end - first)
+
+    def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
+        return PeerSource(self.worker_id, bytes(16), "127.0.0.1:1", bytes(16), 0)
 
 
 class ManagerSide(State):
@@ -90,6 +108,8 @@ class ManagerSide(State):
         served = core.attach(attach)
         assert not isinstance(served, AttachRejected)
         link.served = served
+        if self.scenario.peers:
+            served.ledger.state.peers = Oracle(self.scenario.peers)
         ok = core.complete(served, inventory)
         link.to_worker = (*link.to_worker, ok)
         served.ledger.drain_index_events()

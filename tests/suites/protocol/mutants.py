@@ -15,6 +15,7 @@ from tests.suites.protocol.group_mutants import GROUP_MUTANTS
 from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
 from tests.suites.protocol.mutant import Mutant
 from tests.suites.protocol.part_mutants import PART_MUTANTS
+from tests.suites.protocol.peer_mutants import PEER_MUTANTS
 from tests.suites.protocol.state_mutants import STATE_MUTANTS
 from tests.suites.protocol.tier_mutants import TIER_MUTANTS
 from tests.suites.protocol.transfer_mutants import TRANSFER_MUTANTS
@@ -24,7 +25,8 @@ def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-_OF_CONTENT = (*CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS, *TRANSFER_MUTANTS)
+_TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS)
+_OF_CONTENT = (*CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS, *_TRANSFERS)
 MUTANTS = tuple(sorted((*LEASE_MUTANTS, *_OF_CONTENT), key=_number))
 
 

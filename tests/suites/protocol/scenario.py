@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from common.contracts.lease import RetainedBlocks
+from common.contracts.moves import MoveEnd
 from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind
 from gpuworker.scheduling.drafting import Speculation
 from tests.suites.protocol import content
@@ -65,6 +66,8 @@ class Scenario:
     `in_turn` admissions by priority one that is old comes next; the clock stands still but for the fault "age".
     Where the pool has `groups`, `num_blocks` counts pages. `frames` are those of the worker's host memory, `disk` those
     on its disk, which has the full blocks of `warm` from an earlier life.
+    Each `peers`-th prompt (0: none) is at a peer with all its blocks, as the manager believes. What a fetch of one of
+    them brings is its content, or it ends as one of `peer_ends` says.
     """
 
     requests: tuple[Request, ...]
@@ -73,6 +76,8 @@ class Scenario:
     frames: int = 0
     disk: int = 0
     warm: tuple[int, ...] = ()
+    peers: int = 0
+    peer_ends: tuple[MoveEnd, ...] = tuple(MoveEnd)
     budget: int = 4
     long_prefill_cap: int = 0
     runway_slots: int = 2

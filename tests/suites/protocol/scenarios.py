@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from common.contracts.lease import RetainedBlocks, blocks_needed
+from common.contracts.moves import MoveEnd
 from common.contracts.types import KvGroup, KvGroupKind
 from tests.suites.protocol.scenario import Request, Scenario
 
@@ -73,6 +74,11 @@ WARM = (Request((0, 1, 0, 0, 1), 1), Request((0, 1, 0, 1, 1), 1))
 
 TURNS = (Request((0, 1, 0, 1, 1), 1), Request((1, 0, 0, 1, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 """In a pool of four blocks, the second evicts what the third has in common with the first."""
+
+FETCHED = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
+"""Both begin with the same two blocks, and a peer has these."""
+
+HALF, STALE = (MoveEnd.DONE, MoveEnd.STALE), (MoveEnd.STALE,)
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -172,6 +178,23 @@ TINY: dict[str, Scenario] = {
     "disk_warm_closes": Scenario(
         WARM, 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=1, faults={"close_disk": 1}
     ),
+    "peers": Scenario(
+        FETCHED, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=HALF, max_faults=1, faults={"cancel": 1}
+    ),
+    "peers_reset": Scenario(
+        FETCHED[:1],
+        4,
+        frames=4,
+        budget=6,
+        peers=1,
+        peer_ends=HALF,
+        max_faults=2,
+        faults={"reset": 1, "stream_break": 1},
+    ),
+    "peers_crash": Scenario(
+        FETCHED[:1], 4, frames=4, budget=6, peers=1, max_faults=2, faults={"worker_crash": 1, "hand_over": 1}
+    ),
+    "peers_stale": Scenario(TURNS, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=STALE),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -351,6 +374,12 @@ LARGE: dict[str, Scenario] = {
     "disk_partial": Scenario(_IN_TURNS, 4, frames=6, disk=9, block_size=4, budget=6, partly=True, max_num_seqs=1),
     "disk_parts": Scenario(_BEGINNING, 10, frames=6, disk=12, budget=5, first_part=4, with_index=True),
     "disk_mixed": Scenario(_MIXED, 8, frames=6, disk=8, budget=4, with_index=True),
+    "peers": Scenario(_IN_TURNS, 6, frames=8, budget=5, peers=1, max_num_seqs=1, with_index=True),
+    "peers_few": Scenario(_IN_TURNS, 7, frames=4, budget=4, peers=2, max_num_seqs=2),
+    "peers_pressed": Scenario(_IN_TURNS, 8, frames=5, budget=4, peers=1, max_num_seqs=3, admissions=1),
+    "peers_disk": Scenario(_IN_TURNS, 6, frames=6, disk=9, budget=5, peers=2, max_num_seqs=2, with_index=True),
+    "peers_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, peers=1, partly=True, max_num_seqs=2),
+    "peers_mixed": Scenario(_MIXED, 8, frames=6, budget=4, peers=1, with_index=True),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
     "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),

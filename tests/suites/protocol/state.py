@@ -115,6 +115,7 @@ class State:
     # The disk of the worker's machine, and what threads of the worker have in hand.
     disk: Disk
     reading: tuple[Move, ...]
+    coming: tuple[Move, ...]
     writing: tuple[Write, ...]
     landing: tuple[tuple[Move, Image], ...]
     # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.

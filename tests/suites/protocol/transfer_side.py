@@ -11,13 +11,14 @@ from typing import NamedTuple
 from common.contracts.lease import CachedBlock, Copy, TierCopy
 from common.contracts.moves import Medium, Move, MoveEnd, Place
 from common.contracts.types import BlockHash, FrameId
+from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from kvmanager.contracts.block import ROOT
 from tests.suites.protocol import content
 from tests.suites.protocol.invariants import Violation
 from tests.suites.protocol.state import State
 
 Image = tuple[int, ...]
-TRANSFERS = ("begin", "read", "write", "land")
+TRANSFERS = ("begin", "read", "come", "write", "land")
 """The events of transfers."""
 
 
@@ -71,7 +72,7 @@ class TransferSide(State):
 
     def restart_transfers(self) -> None:
         """A worker process starts: what threads of an earlier one had in hand is lost, what is on disk is not."""
-        self.reading, self.writing, self.landing = (), (), ()
+        self.reading, self.coming, self.writing, self.landing = (), (), (), ()
         self.agent.restore_saved(self.disk.claims(), self.disk.reset)
 
     def begin(self, _: int) -> bool:
@@ -81,7 +82,8 @@ class TransferSide(State):
             self._check_free(move.source, written=True)
             at = self.device.frame(move.source.index) if move.source.medium is Medium.HOST else move.source.index
             self.writing = (*self.writing, Write(move, tuple(self.device.slots[at]), self.disk.reset))
-        self.reading = (*self.reading, *reads)
+        self.reading = (*self.reading, *(move for move in reads if move.peer is None))
+        self.coming = (*self.coming, *(move for move in reads if move.peer is not None))
         return bool(reads or saves)
 
     def read(self, _: int) -> bool:
@@ -96,6 +98,17 @@ class TransferSide(State):
         if entry is not None and right:
             self.disk = self.disk.put(move.source.index, None)
         self.agent.end_transfer(move, MoveEnd.CORRUPT)
+        return True
+
+    def come(self, end: int) -> bool:
+        """The oldest fetch from a peer ends: its content is here, or the peer, or the way to it, fails."""
+        move, *rest = self.coming
+        self.coming = tuple(rest)
+        assert move.peer is not None
+        if end is MoveEnd.DONE:
+            self.landing = (*self.landing, (move, content.image_of(move.hash, self.scenario.block_size)))
+        else:
+            self.agent.end_transfer(move, MoveEnd(end))
         return True
 
     def write(self, _: int) -> bool:
@@ -118,6 +131,8 @@ class TransferSide(State):
             self._check_free(move.target)
             self.device.slots[self.device.frame(move.target.index)] = list(image)
             self.agent.end_transfer(move, MoveEnd.DONE)
+            if move.peer is not None and self.agent.reset == self.resets:
+                self.void -= {move.hash}  # ordered after the reset, so the peer has carried it out
         self.landing = tuple(rest)
         return True
 
@@ -130,17 +145,36 @@ class TransferSide(State):
 
     def close_disk(self, _: int) -> bool:
         """The worker gives up its disk: it has failed too often. What threads have in hand fails."""
-        self.reading, self.writing, self.landing = (), (), ()
+        self.reading, self.writing = (), ()
+        self.landing = tuple([each for each in self.landing if each[0].peer is not None])
         self.agent.close_disk()
         return True
+
+    def check_images(self) -> None:
+        """I24: what the worker would serve to a peer now is there, and no copy that waits or runs writes it."""
+        blocks, frames = self.agent._blocks.content, self.agent._frames.held
+        assert isinstance(blocks, ClaimsByHash)
+        assert isinstance(frames, ClaimsByHash)
+        keys = [*blocks._places, *(key for key in frames._places if key not in blocks._places)]
+        for key, place in zip(keys, self.agent.find_images(keys), strict=True):
+            if place is None:
+                continue
+            host = place.medium is Medium.HOST
+            if self.device.block_key(self.device.frame(place.index) if host else place.index) != key:
+                raise Violation("I24", f"a peer would get {place} for a content that it does not hold")
+            if any(place == _places(copy)[1] for copy in self._open_copies()):
+                raise Violation("I24", f"a peer would get {place}, which a copy writes that has not run")
+
+    def _open_copies(self) -> list[Copy | TierCopy]:
+        """Return the copies that were granted and have not run."""
+        return [*self.agent._copies, *(copy for plan, _ in self.flights for copy in plan.copies)]
 
     def _check_free(self, place: Place, written: bool = False) -> None:
         """I25: the engine touches no place that a copy touches which was granted before and has not run.
 
         What is only read (`written`: by copies) may be read by copies too.
         """
-        copies = [*self.agent._copies, *(copy for plan, _ in self.flights for copy in plan.copies)]
-        for copy in copies:
+        for copy in self._open_copies():
             reads, writes = _places(copy)
             if place == writes or (place == reads and not written):
                 raise Violation("I25", f"{place} is taken or filled while {copy} has not run")

@@ -45,6 +45,7 @@ class WorkerSide(TransferSide):
             min_partial_block=sizes.block_size if sizes.partly else MIN_PARTIAL_BLOCK,
             host_frames=sizes.frames,
             disk_frames=sizes.disk,
+            serves_peers=sizes.peers > 0,
         )
         geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window, groups=sizes.groups)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)

@@ -68,10 +68,11 @@ class World(WorkerSide, ManagerSide):
             elif link.to_manager:
                 found += [("to_manager", number)]
             found += [("to_worker", number)] if link.to_worker else []
-        if self.scenario.disk:
+        if self.scenario.disk or self.scenario.peers:
             book = self.agent._transfers
             found += [("begin", 0)] if book._to_read or book._to_take else []
             found += [("read", 0)] if self.reading else []
+            found += [("come", end) for end in self.scenario.peer_ends] if self.coming else []
             found += [("write", 0)] if self.writing else []
             found += [("land", 0)] if self.landing else []
         if self.scenario.with_index:
@@ -219,7 +220,7 @@ class World(WorkerSide, ManagerSide):
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
             (self.resets, self.kept_reset, self.dropped, self.void),
-            (self.disk, self.reading, self.writing, self.landing),
+            (self.disk, self.reading, self.coming, self.writing, self.landing),
         )
 
     def _worker_key(self) -> tuple[object, ...]:
