@@ -54,12 +54,13 @@ _TEXT: Final = (
     *("tool_call_parser", "reasoning_parser"),
 )
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
+_DATA_PORT: Final = "data_port"
 # In place of the Redis that the suite starts later.
 _OWN_REDIS: Final = "redis://127.0.0.1:6379/0"
 _PORT_FLAGS: Final = {
     "router": "--port, --grpc-port, --admin-port, --admin-http-port or --own-port",
     "kvmanager": "--manager-port or --standby-port",
-    "gpuworker": "--worker-port",
+    "gpuworker": "--worker-port or --data-port",
 }
 
 
@@ -77,11 +78,13 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
         settings = validate(reading, UpSettings)
     except InvalidConfig as error:
         raise _all_of([*error.violations, *problems]) from None
-    problems += _auto_problems(settings, services[GpuWorkerSettings.service])
+    worker = services[GpuWorkerSettings.service]
+    problems += _auto_problems(settings, worker)
     if problems:
         raise _all_of(problems)
     settings, name = _with_folder(settings)
     options = _stack_options(settings, reading, None if "model_name" in services["router"].values else name)
+    options = replace(options, data_ports=_data_ports(options, reading, worker))
     if any("pool_key" in service.values for service in services.values()):
         options = replace(options, pool_key="")  # the services read it themselves
     _check_programs(options, services, reading, environ)
@@ -90,7 +93,7 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
     weights = settings.load_format != "dummy"
     folder = checkpoint_directory(settings.model, weights=weights, revision=settings.revision)
     named = _stack_options(settings.model_copy(update={"model": str(folder)}), reading, model_name=settings.model)
-    options = replace(named, pool_key=options.pool_key)
+    options = replace(named, pool_key=options.pool_key, data_ports=options.data_ports)
     _check_programs(options, services, reading, environ)
     return options
 
@@ -165,7 +168,9 @@ def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
 def _stack_options(settings: UpSettings, reading: Reading, model_name: str | None = None) -> StackOptions:
     """Return the suite, with the engine options that only `serve` received. The services read the others themselves."""
     to_all = _flags(settings, [key for key in _TO_ALL if key in reading.own])
-    to_workers = _flags(settings, [key for key in EngineSettings.model_fields if key in reading.own])
+    to_workers = _flags(
+        settings, [key for key in EngineSettings.model_fields if key in reading.own and key != _DATA_PORT]
+    )
     fingerprinted = _flags(settings, ["load_format", "seed", "tokenizer"])
     # The model is a folder by then, which has no revisions; the services would read the variable themselves.
     revision = () if settings.revision is None else ("--revision", "")
@@ -211,6 +216,22 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
         quiet=settings.log_level in ("warning", "error"),
         drain_timeout=settings.drain_timeout,
     )
+
+
+def _data_ports(options: StackOptions, reading: Reading, worker: Reading) -> tuple[int, ...]:
+    """Return the data port of each worker: several that have host memory fetch blocks from each other.
+
+    A port that an operator gives is that of the first worker. Raises InvalidConfig where all would have one address.
+    """
+    count = options.workers
+    given = {key: {**worker.values, **reading.values}.get(key) for key in (_DATA_PORT, "data_address", "host_memory")}
+    if given["data_address"] is not None and count > 1:
+        what = f"is the address of one worker, and there are {count}; leave it out"
+        raise InvalidConfig(FieldViolation("--data-address", what))
+    if given[_DATA_PORT] is not None:
+        return _following(int(str(given[_DATA_PORT])), count)
+    fetch = count > 1 and given["host_memory"] is not None and not options.embedded
+    return (0,) * count if fetch else ()
 
 
 def _name_of(model: Path, hub_name: str | None) -> tuple[str, ...]:
@@ -284,12 +305,15 @@ def _kind_problems(worker: GpuWorkerSettings, revision: str) -> list[FieldViolat
 
 
 def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[FieldViolation]:
-    """Name each value for this service alone that the suite replaces. A flag of `serve` may replace it."""
+    """Name each value for this service alone that the suite replaces. A flag of `serve` may replace it.
+
+    The data port is that of the first worker.
+    """
     wanted = validate(replace(service, values={"model": "."} | _alone(service), violations=[]), service.settings)
     for key in sorted(service.own):
         used = getattr(final, key)
         by_flag = reading.origins.get(key, "").startswith("--")
-        if getattr(wanted, key) != used and not by_flag:
+        if getattr(wanted, key) != used and not by_flag and key != _DATA_PORT:
             values = redacted(f"is {service.values[key]!r}, and the suite takes {used!r}")
             what = f"{values}; set it for `quire serve` as a whole"
             yield FieldViolation(service.origins[key], what)
@@ -302,7 +326,8 @@ def _ports_of(final: Settings) -> list[Listened]:
         public = (final.port, final.grpc_port)
         return [*((final.host, port) for port in public), *((final.admin_host, port) for port in admin)]
     assert isinstance(final, KvManagerSettings | GpuWorkerSettings)
-    return [(final.host, port) for port in (final.port, metrics_port(final.metrics_port, final.port))]
+    data = [final.data_port] if isinstance(final, GpuWorkerSettings) and final.data_port else []
+    return [(final.host, port) for port in (final.port, metrics_port(final.metrics_port, final.port), *data)]
 
 
 def _taken(ports: Iterable[tuple[Program, Listened]]) -> list[FieldViolation]:

@@ -52,6 +52,7 @@ class StackOptions:
     `own_ports` has one port for each of several routers, which share the other ports; one router needs none.
     With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
     The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
+    `data_ports` has each worker's port at which others fetch its blocks, 0 for a free one; (): they fetch none.
     `worker_cpus` has the cpus that each worker is bound to, or None; () binds no worker.
     `config` is the option file of the services. `pool_key` signs the addresses of workers in Redis ("": the services
     have one of their own). `tenants` need a server key: without a `server_key_file`, the suite makes one in its state
@@ -83,6 +84,7 @@ class StackOptions:
     threads: int | None = None
     worker_cpus: tuple[str | None, ...] = ()
     named_workers: int | None = None
+    data_ports: tuple[int, ...] = ()
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     manager_flags: tuple[str, ...] = ()
@@ -215,6 +217,7 @@ def _worker(options: StackOptions, index: int) -> Program:
         *("--manager", _manager_addresses(options, index)),
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
+        *(("--data-port", str(options.data_ports[index])) if options.data_ports else ()),
     )
     command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker"))
     environment = _QUIET_GRPC | _redis("gpuworker", "") | {"OMP_NUM_THREADS": str(threads)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Final, Protocol
 
 from common.contracts.clock import Clock
@@ -23,6 +23,9 @@ _BYTES_A_TURN: Final = 4 << 20
 _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
+_REMEMBERED: Final = 60.0
+"""Seconds after which nobody knows what a block from a peer takes: else one slow minute would end all fetches."""
+_MOST_MET: Final = 256
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
 
@@ -54,6 +57,16 @@ class Ended(Protocol):
     def end(self) -> MoveEnd: ...
 
 
+@dataclass(slots=True)
+class _Fetch:
+    """A fetch from a peer that has not ended: `left` of its blocks are open, and `came` of them are here."""
+
+    moves: Sequence[Move]
+    began: float
+    left: int
+    came: int = 0
+
+
 class Transfers:
     """Used by the engine's thread alone. `mover` is that of the disk, `peers` fetches from other workers."""
 
@@ -70,11 +83,12 @@ class Transfers:
         self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
         self._a_turn = max(1, _BYTES_A_TURN // max(1, image_bytes))
         self._reading: dict[int, Move] = {}
-        # Fetches from peers that have not ended: how many blocks, how many are left, and when they began.
-        self._fetching: dict[PeerSource, tuple[int, int, float]] = {}
+        # Fetches from peers by their moves, and the sources from which one has ended: the first one has connected.
+        self._fetching: dict[int, _Fetch] = {}
+        self._met: set[tuple[str, bytes]] = set()
         self._landing: deque[tuple[Move, Image]] = deque()
         self._heard = 0.0  # when a read of the disk has ended or begun last
-        self._peer_costs = FetchCosts()
+        self._peer_costs, self._learnt = FetchCosts(), 0.0
         self._costs = MoveCosts(0.0, 0.0)
         self._reset, self._closed = reset, False
 
@@ -137,7 +151,8 @@ class Transfers:
 
     def _fetch(self, peer: PeerSource, moves: list[Move]) -> None:
         assert self._peers is not None
-        self._fetching[peer] = len(moves), len(moves), self._clock.monotonic()
+        fetch = _Fetch(moves, self._clock.monotonic(), len(moves))
+        self._fetching |= {id(move): fetch for move in moves}
         forecast = self._peer_costs.setup + self._peer_costs.per_block * len(moves)
         self._peers.fetch(peer, moves, max(_LEAST_PATIENCE, _PATIENCE * forecast))
 
@@ -146,7 +161,7 @@ class Transfers:
         ended += self._peers.poll() if self._peers is not None else ()
         for each in ended:
             if each.move.peer is not None:
-                self._note_fetched(each.move.peer)
+                self._note_fetched(each.move, each.move.peer, each.end)
             elif not each.move.saves:
                 self._heard = self._clock.monotonic()
                 self._reading.pop(id(each.move), None)
@@ -159,14 +174,17 @@ class Transfers:
             return True
         return bool(ended)
 
-    def _note_fetched(self, peer: PeerSource) -> None:
-        """Count a block of a fetch that has ended; the last one says what the fetch has taken."""
-        count, left, began = self._fetching[peer]
-        if left > 1:
-            self._fetching[peer] = count, left - 1, began
+    def _note_fetched(self, move: Move, peer: PeerSource, end: MoveEnd) -> None:
+        """Count a block that has ended; the last one of a fetch that came whole says what fetches take."""
+        fetch = self._fetching.pop(id(move))
+        fetch.left, fetch.came = fetch.left - 1, fetch.came + (end is MoveEnd.DONE)
+        if fetch.left or fetch.came < len(fetch.moves):
             return
-        del self._fetching[peer]
-        self._peer_costs.learn(count, self._clock.monotonic() - began)
+        source, self._learnt = (peer.worker_id, peer.public_incarnation), self._clock.monotonic()
+        if source not in self._met:
+            self._met = {*self._met, source} if len(self._met) < _MOST_MET else {source}
+            return
+        self._peer_costs.learn(fetch.came, self._learnt - fetch.began)
 
     def _give_up(self, agent: LeaseAgent) -> None:
         """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
@@ -190,6 +208,8 @@ class Transfers:
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
+        if self._peer_costs.per_block and self._clock.monotonic() > self._learnt + _REMEMBERED:
+            self._peer_costs = FetchCosts()
         costs = MoveCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
         if any(map(_differs, astuple(costs), astuple(self._costs))):
             self._costs = costs

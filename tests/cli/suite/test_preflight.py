@@ -17,7 +17,7 @@ from cli.client import ClientSettings
 from cli.config import UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
-from cli.suite.stack import free_ports
+from cli.suite.stack import StackOptions, free_ports
 from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role
 from common.settings.config import PORT_TAKEN_STATUS, installed_settings, load
@@ -376,3 +376,43 @@ def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
     flags = "--port, --grpc-port, --admin-port, --admin-http-port or --own-port"
     wanted = f"is given to worker-0 of this suite, too; router needs it: choose another with {flags}"
     assert found == {f"port {base['QUIRE_SERVE_PORT']} of 127.0.0.1": wanted}
+
+
+def data_ports(options: StackOptions, environ: dict[str, str] | None = None) -> list[int | None]:
+    found = [programs(options)[f"worker-{number}"] for number in range(options.workers)]
+    return [load(GpuWorkerSettings, each.flags, environ or {}).data_port for each in found]
+
+
+def test_several_workers_with_host_memory_fetch_blocks_from_each_other(base: dict[str, str], tmp_path: Path) -> None:
+    tiers, two = ("--host-memory", "1GiB"), ("--workers", "2")
+    assert data_ports(suite_options((*two, *tiers), base)) == [0, 0]
+    assert data_ports(suite_options(two, base)) == [None, None]
+    assert data_ports(suite_options(("--workers", "1", *tiers), base)) == [None]
+    environ = {"QUIRE_GPUWORKER_HOST_MEMORY": "1GiB"}
+    assert data_ports(suite_options(two, base | environ), environ) == [0, 0]
+    file = file_with(tmp_path, "[gpuworker]\nhost_memory = '1GiB'\n")
+    assert data_ports(suite_options((*file, *two), base)) == [0, 0]
+
+
+def test_the_data_port_of_an_operator_is_that_of_the_first_worker(base: dict[str, str], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    words = ("--workers", "2", "--host-memory", "1GiB")
+    assert data_ports(suite_options((*words, "--data-port", str(port)), base)) == [port, port + 1]
+    file = file_with(tmp_path, f"[gpuworker]\ndata_port = {port}\nhost_memory = '1GiB'\n")
+    assert data_ports(suite_options((*file, "--workers", "2"), base)) == [port, port + 1]
+    assert data_ports(suite_options((*words, "--data-port", "0"), base)) == [0, 0]
+
+
+def test_a_data_port_that_is_taken_is_refused(base: dict[str, str]) -> None:
+    words = ("--workers", "1", "--host-memory", "1GiB", "--data-port")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refusals((*words, str(port)), base) == {
+            f"port {port} of 127.0.0.1": "is taken; worker-0 needs it: choose another with --worker-port or --data-port"
+        }
+
+
+def test_workers_of_a_suite_have_no_data_address_in_common(base: dict[str, str]) -> None:
+    words = ("--workers", "2", "--host-memory", "1GiB", "--data-port", "0", "--data-address", "10.0.0.1:7000")
+    assert refusals(words, base) == {"--data-address": "is the address of one worker, and there are 2; leave it out"}
+    assert suite_options(("--workers", "1", *words[2:]), base).data_ports == (0,)

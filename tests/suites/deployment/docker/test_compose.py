@@ -239,6 +239,19 @@ def test_with_a_standby_both_managers_are_a_group_that_everybody_knows(tmp_path:
         assert named == [f"{each}:50052" for each in sorted(managers)]
 
 
+def test_workers_with_host_memory_fetch_from_each_other_at_a_port_that_is_not_published() -> None:
+    override = str(REPOSITORY / "docker/host-memory.compose.yaml")
+    done = compose("-f", override, "--profile", "gpu", "config", "--format", "json", HOST_MEMORY="2GiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    project = json.loads(done.stdout)
+    for name in WORKERS:
+        service = services(project)[name]
+        image = Dockerfile.read(service["build"]["dockerfile"], service["build"].get("target"))
+        settings = options.load(GpuWorkerSettings, environ=image.environment | service["environment"])
+        assert (settings.host_memory, settings.data_port) == (2 << 30, 50054)
+        assert not service.get("ports")
+
+
 SHARDS = str(REPOSITORY / "docker/shards.compose.yaml")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ def test_images_are_those_of_the_compose_stack(manifests: Manifests) -> None:
     assert {container["image"] for _, _, container in manifests.containers()} <= built_by_compose
 
 
+DATA_PORT = 50054
+"""Where workers fetch blocks from each other."""
+
+
 @each_variant
 def test_ports_are_those_of_the_images(manifests: Manifests) -> None:
     for name in SERVICES:
@@ -94,6 +99,8 @@ def test_ports_are_those_of_the_images(manifests: Manifests) -> None:
             settings = RouterSettings(model=Path())
             figures = settings.used_admin_http_port
             ports = [*ports, settings.used_admin_port, figures]
+        if name == "gpuworker":  # nor that of peers
+            ports = [*ports, DATA_PORT]
         (container,) = manifests.pods()[name]["spec"]["containers"]
         assert [port["containerPort"] for port in container["ports"]] == ports
         way, port = {"router": ("grpc", grpc)}.get(name, ("httpGet", "metrics"))
@@ -330,7 +337,7 @@ OUTSIDE = [
     Pod("prometheus", {"app.kubernetes.io/name": "prometheus"}, {NAMESPACE_NAME: "monitoring"}),
     DNS,
 ]
-PORTS = {53, 80, 443, 4317, 6379, 8000, 50050, 50051, 50052, 50053, 51051, 51052, 51053}
+PORTS = {53, 80, 443, 4317, 6379, 8000, 50050, 50051, 50052, 50053, 50054, 51051, 51052, 51053}
 APPS = ("router", "kvmanager", "gpuworker", "redis")
 DIAGRAM = {
     ("client", "router", 50051),
@@ -338,6 +345,7 @@ DIAGRAM = {
     ("operator", "router", 50050),
     ("router", "gpuworker", 50053),
     ("gpuworker", "kvmanager", 50052),
+    ("gpuworker", "gpuworker", DATA_PORT),
     ("router", "kvmanager", 50052),
     ("router", "redis", 6379),
     ("kvmanager", "redis", 6379),
@@ -348,6 +356,7 @@ ASKED = {(app, "dns", 53) for app in APPS}
 
 def all_edges(manifests: Manifests) -> set[tuple[str, str, int]]:
     ours = [Pod(name, pod["metadata"]["labels"], QUIRE, ours=True) for name, pod in manifests.pods().items()]
+    ours.append(replace(next(each for each in ours if each.name == "gpuworker")))  # another pod of the same kind
     bystander = Pod("bystander", {"app": "debug"}, QUIRE, ours=True)
     return set(edges(manifests.of("NetworkPolicy"), [*ours, bystander, *OUTSIDE], PORTS))
 

@@ -1,0 +1,208 @@
+"""The engine's part of fetches from peers: one for each source, what came lands, and what a block takes is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+
+from common.contracts.clock import ManualClock
+from common.contracts.moves import FROM_PEER, Medium, Move, MoveCosts, MoveEnd, PeerSource, Place
+from common.contracts.types import BlockHash, FrameId
+from gpuworker.engine.transfers import Transfers
+from gpuworker.scheduling.image_moves import Image
+
+RED, BLUE = (PeerSource(name, name.encode().ljust(16), "127.0.0.1:1", bytes(16), 0) for name in ("red", "blue"))
+
+
+def move(number: int, peer: PeerSource = RED) -> Move:
+    target = Place(Medium.HOST, FrameId(number))
+    return Move(number, BlockHash(bytes([number]) * 16), BlockHash(b""), 0, FROM_PEER, target, peer)
+
+
+class Ended(NamedTuple):
+    move: Move
+    image: Image | None
+    end: MoveEnd
+
+
+@dataclass
+class Peers:
+    """Stands for the client of peers: a test says what comes."""
+
+    asked: list[tuple[PeerSource, list[int], float]] = field(default_factory=list)
+    coming: list[Ended] = field(default_factory=list)
+    closed: bool = False
+
+    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
+        self.asked.append((source, [each.id for each in moves], patience))
+
+    def poll(self) -> Sequence[Ended]:
+        taken, self.coming = self.coming, []
+        return taken
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Agent:
+    """Stands for the lease agent: what was ordered and ended. It lets every image land that is not `held`."""
+
+    reset: int = 0
+    ordered: list[Move] = field(default_factory=list)
+    void: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    ended: list[tuple[int, MoveEnd]] = field(default_factory=list)
+    costs: list[MoveCosts] = field(default_factory=list)
+
+    def take_reads(self) -> list[Move]:
+        taken, self.ordered = self.ordered, []
+        return taken
+
+    def take_saves(self, most: int) -> list[Move]:
+        return []
+
+    def is_open(self, move: Move) -> bool:
+        return move.id not in self.void
+
+    def may_land(self, move: Move) -> bool:
+        return move.id not in self.held
+
+    def end_transfer(self, move: Move, end: MoveEnd) -> None:
+        self.ended.append((move.id, end))
+
+    def note_costs(self, costs: MoveCosts) -> None:
+        self.costs.append(costs)
+
+
+class Frames:
+    def __init__(self) -> None:
+        self.landed: list[tuple[int, bytes]] = []
+
+    def take(self, place: Place) -> Image:
+        raise AssertionError(f"nothing is saved, not even {place}")
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        self.landed.append((frame, bytes(image)))
+
+
+@dataclass
+class Bench:
+    clock: ManualClock = field(default_factory=ManualClock)
+    peers: Peers = field(default_factory=Peers)
+    agent: Agent = field(default_factory=Agent)
+    frames: Frames = field(default_factory=Frames)
+    image_bytes: int = 2 << 20
+
+    def __post_init__(self) -> None:
+        self.transfers = Transfers(self.frames, self.image_bytes, self.clock, None, self.peers)
+
+    def turn(self) -> bool:
+        return self.transfers.turn(self.agent, 1.0)  # type: ignore[arg-type]
+
+    def fetched(self, seconds: float, *moves: Move, end: MoveEnd = MoveEnd.DONE) -> None:
+        """Let a fetch be ordered, and end after so many seconds."""
+        self.agent.ordered = list(moves)
+        self.turn()
+        self.clock.advance(seconds)
+        self.peers.coming = [Ended(each, b"image" if end is MoveEnd.DONE else None, end) for each in moves]
+        self.turn()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.transfers.close()
+    assert made.peers.closed
+
+
+def test_each_source_is_asked_once_for_all_its_blocks(bench: Bench) -> None:
+    bench.agent.ordered = [move(1), move(2, BLUE), move(3)]
+    assert bench.turn()
+    assert bench.peers.asked == [(RED, [1, 3], 0.5), (BLUE, [2], 0.5)]
+    assert not bench.turn()
+
+
+def test_what_came_lands_and_what_did_not_ends_as_it_did(bench: Bench) -> None:
+    bench.agent.ordered = moves = [move(1), move(2), move(3)]
+    bench.turn()
+    ends = (MoveEnd.DONE, MoveEnd.STALE, MoveEnd.CORRUPT)
+    bench.peers.coming = [Ended(each, b"one", end) for each, end in zip(moves, ends, strict=True)]
+    bench.turn()
+    assert bench.agent.ended == [(2, MoveEnd.STALE), (3, MoveEnd.CORRUPT), (1, MoveEnd.DONE)]
+    assert bench.frames.landed == [(1, b"one")]
+
+
+def test_two_fetches_with_one_token_are_two(bench: Bench) -> None:
+    """The stream breaks, and the same blocks are ordered again within a second: the token is the same."""
+    first, second = [move(1), move(2)], [move(3), move(4)]
+    bench.agent.ordered = first
+    bench.turn()
+    bench.agent.ordered, bench.agent.void = second, {1, 2}
+    bench.turn()
+    bench.peers.coming = [Ended(each, b"image", MoveEnd.DONE) for each in (*first, *second)]
+    bench.turn()
+    bench.turn()
+    assert bench.agent.ended == [(3, MoveEnd.DONE), (4, MoveEnd.DONE)]
+    assert bench.frames.landed == [(3, b"image"), (4, b"image")]
+
+
+def test_a_turn_lands_4_mib_and_waits_for_the_first_that_may_not(bench: Bench) -> None:
+    moves = [move(number) for number in range(1, 6)]
+    bench.agent.ordered = moves
+    bench.turn()
+    bench.peers.coming = [Ended(each, b"image", MoveEnd.DONE) for each in moves]
+    bench.turn()
+    assert [frame for frame, _ in bench.frames.landed] == [1, 2]
+    bench.agent.held = {3}
+    bench.turn()
+    assert len(bench.frames.landed) == 2
+    bench.agent.held = set()
+    assert bench.turn()
+    assert bench.turn()
+    assert [frame for frame, _ in bench.frames.landed] == [1, 2, 3, 4, 5]
+
+
+def test_what_failed_at_the_peer_ends_at_once(bench: Bench) -> None:
+    bench.fetched(0.1, move(1), move(2), end=MoveEnd.FAILED)
+    assert bench.agent.ended == [(1, MoveEnd.FAILED), (2, MoveEnd.FAILED)]
+    assert not bench.frames.landed
+
+
+def test_what_a_block_takes_is_learnt_from_the_second_fetch_of_a_source_on(bench: Bench) -> None:
+    bench.fetched(8.0, move(1), move(2))
+    assert [each.peer for each in bench.agent.costs] == [0.0]
+    bench.fetched(2.0, move(3), move(4))
+    bench.fetched(3.0, move(5))
+    assert [each.peer for each in bench.agent.costs] == [0.0, 1.0, pytest.approx(1.4)]
+    bench.fetched(50.0, move(6, BLUE))
+    assert bench.agent.costs[-1].peer == pytest.approx(1.4), "it has only connected"
+    bench.agent.ordered = [move(7), move(8)]
+    bench.turn()
+    assert bench.peers.asked[-1] == (RED, [7, 8], pytest.approx(4 * 1.4 * 2))
+
+
+def test_a_fetch_that_failed_teaches_nothing(bench: Bench) -> None:
+    bench.fetched(0.1, move(1))
+    bench.fetched(1.0, move(2))
+    bench.fetched(30.0, move(3), move(4), end=MoveEnd.FAILED)
+    bench.fetched(20.0, move(5), end=MoveEnd.STALE)
+    assert bench.agent.costs[-1].peer == 1.0
+
+
+def test_after_a_minute_without_a_fetch_nobody_knows_what_a_block_takes(bench: Bench) -> None:
+    """A block that took longer than computing it is not fetched: only so is it tried again."""
+    bench.fetched(0.1, move(1))
+    bench.fetched(9.0, move(2))
+    bench.clock.advance(59.0)
+    bench.turn()
+    assert bench.agent.costs[-1].peer == 9.0
+    bench.clock.advance(2.0)
+    bench.turn()
+    assert bench.agent.costs[-1].peer == 0.0
+    bench.fetched(0.5, move(3))
+    assert bench.agent.costs[-1].peer == 0.5

@@ -1,0 +1,185 @@
+"""Blocks that one worker computed come to another one: tokens and hits, by each carrier, and when either worker fails.
+
+Each prompt is submitted to a worker of the test's choice. What was in the middle of a fetch when something failed is
+computed, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from grpc import aio
+
+from cli.suite import programs
+from cli.suite.stack import StackOptions
+from common.contracts.types import PoolIdentity
+from quire.kvmanager.v1 import kvmanager_pb2
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.support.direct_worker import answer_of, records_of
+from tests.support.index_view import identity_of
+from tests.support.load import kill, until_restarted
+from tests.support.suite import PATIENCE, Suite, running_suite
+from tests.support.waiting import until
+
+TOKENS, BLOCK = 4, 4
+HITS = 36
+"""Tokens of the nine full blocks of a prompt of 37."""
+SOURCE, DESTINATION = "worker-0", "worker-1"
+
+
+def prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(6, VOCAB_SIZE) for _ in range(HITS + 1)]
+
+
+class Pair:
+    """A suite of two workers; the first one has a prompt that the second one is asked for."""
+
+    def __init__(self, suite: Suite, identity: PoolIdentity, hold: Path) -> None:
+        self.suite, self._identity, self._hold = suite, identity, hold
+        self._names = iter(f"request-{number}" for number in range(1000))
+
+    async def answer(self, worker_id: str, tokens: list[int], name: str = "") -> tuple[list[int], int]:
+        """Return the tokens of an answer, and how many tokens of the prompt were cached."""
+        found = await answer_of(self.suite, worker_id, tokens, TOKENS, name or next(self._names), self._identity)
+        return found.tokens, found.cached_tokens
+
+    def hold(self) -> None:
+        """Let the source answer one block of the next request, and no other one."""
+        (self._hold / SOURCE).touch()
+
+    def release(self) -> None:
+        (self._hold / SOURCE).unlink()
+
+    async def until_held(self, count: int = 1) -> None:
+        await until(lambda: self.count(f"{SOURCE}: HOLDS"), lambda found: found >= count, seconds=PATIENCE)
+
+    def count(self, line: str) -> int:
+        return sum(line in each for each in self.suite.lines)
+
+
+@asynccontextmanager
+async def running_pair(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, tls: bool = False, **environment: str
+) -> AsyncIterator[Pair]:
+    hold = folder / "hold"
+    hold.mkdir()
+    monkeypatch.setattr(programs, "module_command", _command)
+    for name, value in {"HOLD": str(hold), **environment}.items():
+        monkeypatch.setenv(f"PEER_TEST_{name}", value)
+    sizes = ("--dtype", "float32", "--kv-blocks", "32", "--max-model-len", "64", "--max-num-seqs", "4")
+    flags = (*sizes, "--host-memory", "1MiB", "--data-port", "0", *flags)
+    certs = folder / "certs" if tls else None
+    options = StackOptions(model=checkpoint("llama"), block_size=BLOCK, workers=2, worker_flags=flags, certs=certs)
+    async with running_suite(folder, options) as suite:
+        yield Pair(suite, await identity_of(suite), hold)
+
+
+def _command(module: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.gpuworker.peer_worker" if module == "gpuworker" else module]
+
+
+@pytest.mark.parametrize(
+    ("tls", "carrier"),
+    [(False, "shm"), pytest.param(True, "tcp", marks=pytest.mark.rest)],
+    ids=["shared memory", "TCP with TLS"],
+)
+async def test_a_prefix_comes_from_the_worker_that_computed_it(
+    tls: bool, carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pair(tmp_path, monkeypatch, tls=tls, CARRIER=carrier, PATIENCE="60") as pair:
+        wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        assert await pair.answer(DESTINATION, prompt(1), "fetched") == (wanted, HITS)
+        assert pair.count(f"{DESTINATION}: CARRIER {carrier}") == pair.count("CARRIER") == 9
+        (wait,) = await records_of(pair.suite, "fetched", "shortfall")
+        assert (wait.beneficiary, wait.figures["needed"]) == (SOURCE, 9.0)
+        (grant,) = await records_of(pair.suite, "fetched", "grant")
+        assert (grant.figures["fetched_blocks"], grant.figures["host_blocks"]) == (9.0, 9.0)
+        assert await pair.answer(DESTINATION, prompt(1)) == (wanted, HITS)
+        assert pair.count("CARRIER") == 9, "it is in the pool now"
+        await pair.suite.until_all_free(2)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_source_that_dies_or_stands_still_in_the_middle_is_a_miss(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pair(tmp_path, monkeypatch) as pair:
+        wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        pair.hold()
+        pid = pair.suite.stack.children[SOURCE].pid
+        asked = asyncio.create_task(pair.answer(DESTINATION, prompt(1), "cut"))
+        await pair.until_held()
+        kill(pair.suite, SOURCE, number)
+        tokens, cached = await asked
+        assert tokens == wanted
+        assert cached < HITS
+        pair.release()
+        if number is signal.SIGSTOP:
+            kill(pair.suite, SOURCE, signal.SIGCONT)
+        else:
+            await until_restarted(pair.suite, SOURCE, pid)
+        await pair.suite.until_connected(2)
+        await pair.suite.until_all_free(2)
+
+
+@pytest.mark.rest
+async def test_what_the_source_has_evicted_meanwhile_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pair(tmp_path, monkeypatch, "--host-memory", "8KiB", PATIENCE="60") as pair:
+        wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        pair.hold()
+        asked = asyncio.create_task(pair.answer(DESTINATION, prompt(1), "stale"))
+        await pair.until_held()
+        for seed in range(2, 8):  # its pool has room for three of them, and its host memory for few blocks
+            await pair.answer(SOURCE, prompt(seed))
+        pair.release()
+        assert await asked == (wanted, BLOCK)
+        await pair.suite.until_all_free(2)
+
+
+@pytest.mark.rest
+async def test_a_reset_in_the_middle_leaves_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pair(tmp_path, monkeypatch, PATIENCE="60") as pair:
+        wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        pair.hold()
+        asked = asyncio.create_task(pair.answer(DESTINATION, prompt(1), "reset"))
+        await pair.until_held()
+        await pair.suite.manager.ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=PATIENCE)
+        assert await asked == (wanted, 0), "it waits for no transfer that is void"
+        pair.release()
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, HITS), "the other one has computed it since"
+        await pair.suite.until_all_free(2)
+
+
+@pytest.mark.rest
+async def test_a_destination_that_is_killed_in_the_middle_fetches_again_once_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pair(tmp_path, monkeypatch, PATIENCE="60") as pair:
+        wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        pair.hold()
+        pid = pair.suite.stack.children[DESTINATION].pid
+        asked = asyncio.create_task(pair.answer(DESTINATION, prompt(1), "killed"))
+        await pair.until_held()
+        kill(pair.suite, DESTINATION)
+        with pytest.raises((aio.AioRpcError, AssertionError)):
+            await asked
+        pair.release()
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, HITS), "nobody holds its blocks"
+        await until_restarted(pair.suite, DESTINATION, pid)
+        await pair.suite.until_connected(2)
+        assert await pair.answer(DESTINATION, prompt(1)) == (wanted, HITS)
+        await pair.suite.until_all_free(2)
