@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from statistics import mode
 from typing import Final, NamedTuple
 
 from common.contracts.moves import FROM_DISK, FROM_PEER, Fetched, Medium, Move, MoveCosts, MoveEnd, Place
@@ -65,7 +66,7 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
         tier.release(behind)
     if not awaited:
         return False
-    source = _source_of(state.transfers.open[awaited[-1]])
+    source = mode(_source_of(state, number) for number in awaited)
     forecast = fetch_seconds(state.worker.costs, len(awaited), run.peer is not None)
     sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, run.first, forecast)
     for number in awaited:
@@ -77,8 +78,9 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     return True
 
 
-def _source_of(move: Move) -> str:
-    return move.peer.worker_id if move.peer is not None else FROM_DISK
+def _source_of(state: LedgerState, number: int) -> str:
+    peer = state.transfers.open[number].peer
+    return FROM_DISK if peer is None else peer.worker_id
 
 
 class FetchRun(NamedTuple):
@@ -117,14 +119,13 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
         return None
     behind, costs = list(found.frames[-1:]), state.worker.costs
     coming = _find_coming(state, store.tier, hashes, first, end)
-    own, other = _find_on_disk(state, hashes, first + coming, end), _NO_PEER
-    if from_peers:
-        other = _find_at_peer(state, hashes, first + coming, end)
-    frames, peer = list[FrameId](), None
-    if own and len(own) >= len(other[1]) and fetch_pays(costs, len(own)):
-        frames = own
-    elif other[1] and fetch_pays(costs, len(other[1]), from_peer=True):
-        peer, frames = other
+    own, peer, frames = _find_on_disk(state, hashes, first + coming, end), None, list[FrameId]()
+    if from_peers and fetch_pays(costs, end - first - coming, from_peer=True):
+        peer, frames = _find_at_peer(state, hashes, first + coming, end)
+    if frames and not fetch_pays(costs, len(frames), from_peer=True):
+        peer, frames = None, []
+    if len(own) >= len(frames) and fetch_pays(costs, len(own)):
+        peer, frames = None, own
     frames = [_FETCHING] * coming + frames
     return FetchRun(first, frames, behind, peer) if frames else None
 
@@ -177,9 +178,6 @@ def _count_unknown(tier: FrameTier, hashes: list[BlockHash]) -> int:
     """Return how many leading hashes have no frame of host memory, and are not being fetched into one."""
     known = (place for place, each in enumerate(hashes) if each in tier.entries or each in tier.expected)
     return next(known, len(hashes))
-
-
-_NO_PEER: Final[tuple[Peer | None, list[FrameId]]] = None, []
 
 
 def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:

@@ -58,3 +58,14 @@ def test_a_disk_cache_has_16_gib_unless_a_size_says_otherwise() -> None:
     assert problems(disk_cache_size="1GiB") == [
         "--disk-cache-size is the size of a --disk-cache, and there is none; add it"
     ]
+
+
+def test_a_data_port_needs_host_memory_and_a_data_address_needs_a_data_port() -> None:
+    assert problems(data_port=0) == [
+        "--data-port is for blocks that come by way of host memory, and there is none; add --host-memory 1GiB"
+    ]
+    assert problems(data_port=0, host_memory="1GiB") == []
+    assert problems(data_address="10.0.0.1:7000") == [
+        "--data-address is where others reach --data-port, and there is none; add it"
+    ]
+    assert problems(data_port=0, data_address="10.0.0.1:7000", host_memory="1GiB") == []

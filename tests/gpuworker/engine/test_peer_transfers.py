@@ -183,7 +183,9 @@ def test_what_a_block_takes_is_learnt_from_the_second_fetch_of_a_source_on(bench
     assert bench.agent.costs[-1].peer == pytest.approx(1.4), "it has only connected"
     bench.agent.ordered = [move(7), move(8)]
     bench.turn()
-    assert bench.peers.asked[-1] == (RED, [7, 8], pytest.approx(4 * 1.4 * 2))
+    source, asked, patience = bench.peers.asked[-1]
+    assert (source, asked) == (RED, [7, 8])
+    assert patience == pytest.approx(4 * 1.4 * 2)
 
 
 def test_a_fetch_that_failed_teaches_nothing(bench: Bench) -> None:

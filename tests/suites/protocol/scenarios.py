@@ -192,7 +192,13 @@ TINY: dict[str, Scenario] = {
         faults={"reset": 1, "stream_break": 1},
     ),
     "peers_crash": Scenario(
-        FETCHED[:1], 4, frames=4, budget=6, peers=1, max_faults=2, faults={"worker_crash": 1, "hand_over": 1}
+        *(FETCHED[:1], 4),
+        frames=4,
+        budget=6,
+        peers=1,
+        peer_ends=HALF,
+        max_faults=2,
+        faults={"worker_crash": 1, "hand_over": 1},
     ),
     "peers_stale": Scenario(TURNS, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=STALE),
     "index_groups": Scenario(

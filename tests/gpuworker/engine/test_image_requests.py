@@ -1,0 +1,82 @@
+"""What peers ask for is answered between steps, first come, first served, few bytes at a time."""
+
+from __future__ import annotations
+
+from common.contracts.moves import Medium, Place
+from common.contracts.types import BlockHash, FrameId
+from gpuworker.engine.image_requests import ImageRequests
+from gpuworker.scheduling.image_moves import Image
+
+Answers = list[list[Image | None]]
+
+
+def key(number: int) -> BlockHash:
+    return BlockHash(bytes([number]) * 16)
+
+
+class Agent:
+    """Stands for the lease agent of a worker that has the even hashes, in the block of that number."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[BlockHash]] = []
+
+    def find_images(self, hashes: list[BlockHash]) -> list[Place | None]:
+        self.asked.append(list(hashes))
+        return [None if each[0] % 2 else Place(Medium.BLOCK, FrameId(each[0])) for each in hashes]
+
+
+class Images:
+    def take(self, place: Place) -> Image:
+        return f"{place.medium.name} {place.index}".encode()
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        raise AssertionError("nothing lands")
+
+
+class Server:
+    def __init__(self, image_bytes: int) -> None:
+        self.woken, self.agent = 0, Agent()
+        self.requests = ImageRequests(Images(), image_bytes, self._wake)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def ask(self, *numbers: int) -> Answers:
+        found: Answers = []
+        self.requests.ask([key(each) for each in numbers], lambda images: found.append(list(images)))
+        return found
+
+    def turn(self) -> bool:
+        return self.requests.turn(self.agent)  # type: ignore[arg-type]
+
+
+def test_what_the_worker_does_not_have_is_none() -> None:
+    server = Server(1 << 18)
+    found = server.ask(2, 3, 4)
+    assert server.woken == 1
+    assert server.turn()
+    assert found == [[b"BLOCK 2", None, b"BLOCK 4"]]
+    assert not server.turn()
+
+
+def test_a_turn_takes_1_mib_and_one_image_at_least() -> None:
+    server = Server(300 << 10)
+    found = server.ask(*range(2, 9))
+    turns = [server.turn() for _ in range(4)]
+    assert turns == [True, True, True, False]
+    assert [len(each) for each in found] == [3, 3, 1]
+    assert [len(each) for each in server.agent.asked] == [3, 3, 1], "the places are those of the turn"
+    large = Server(5 << 20)
+    found = large.ask(2, 4)
+    assert [large.turn(), large.turn(), large.turn()] == [True, True, False]
+    assert found == [[b"BLOCK 2"], [b"BLOCK 4"]]
+
+
+def test_who_asks_first_is_answered_first() -> None:
+    server = Server(1 << 20)
+    first, second = server.ask(2, 4), server.ask(6)
+    server.turn()
+    assert (first, second) == ([[b"BLOCK 2"]], [])
+    server.turn()
+    server.turn()
+    assert (first, second) == ([[b"BLOCK 2"], [b"BLOCK 4"]], [[b"BLOCK 6"]])
