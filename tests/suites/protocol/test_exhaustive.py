@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from tests.suites.protocol.scenarios import TINY
 from tests.suites.protocol.search import exhaust
+from tests.suites.protocol.transfer_mutants import read_nothing_in_time
+from tests.suites.protocol.transfer_side import TransferSide
 
 pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 
@@ -46,6 +50,14 @@ def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> Non
     found = exhaust(TINY[name], 2 * FIRST)
     assert found.violation is None, found.trace
     assert found.states > FIRST
+
+
+@pytest.mark.rest
+def test_a_disk_that_answers_nothing_in_time_hinders_nobody() -> None:
+    with mock.patch.object(TransferSide, "read", read_nothing_in_time):
+        found = exhaust(TINY["disk_warm"], ENOUGH, peace_every=5)
+    assert found.violation is None, found.trace
+    assert found.complete
 
 
 @pytest.mark.exhaustive
