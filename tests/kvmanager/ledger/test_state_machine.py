@@ -42,6 +42,7 @@ class LedgerLife(RuleBasedStateMachine):
         first_part=st.sampled_from([1, 4, 256]),
         host_frames=st.sampled_from([0, 0, 1, 3, 12]),
         disk_frames=st.sampled_from([0, 1, 4, 12]),
+        warm=st.booleans(),
     )
     def start(
         self,
@@ -51,6 +52,7 @@ class LedgerLife(RuleBasedStateMachine):
         prompts: list[list[int]],
         partly: bool,
         greedy: bool,
+        warm: bool,
         **options: Any,
     ) -> None:
         options["runway_reach"] = options.pop("reach")
@@ -62,6 +64,10 @@ class LedgerLife(RuleBasedStateMachine):
         self.dropped: dict[BlockId, list[int]] = {}
         self.reports: list[Report] = []
         self.batches: list[GrantBatch | None] = []
+        if warm and options["host_frames"]:
+            for tokens in prompts:
+                self.worker.save(tokens, options["disk_frames"])
+            self.stream_breaks()
         for tokens in prompts:
             self.submit(tokens, 8, 0, True)
 
