@@ -67,7 +67,7 @@ from bench.fault_injection.plan import (
     written,
 )
 from bench.fault_injection.streams import RETRY, Reference, SimulatedReference, Stream, prompts, until_tokens
-from bench.lib.demo_layers import add_host_memory_flag, add_layers_flag, demo_with_layers
+from bench.lib.demo_layers import add_layers_flag, add_tier_flags, demo_with_layers, tier_options
 from bench.lib.harness import end_with_json, parser, progress, report
 from bench.lib.tiny_models import FAMILIES, FLAGS, TinyReference, tiny_checkpoint
 from bench.serve import suite_flags
@@ -255,7 +255,8 @@ async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kind
         model = stack.enter_context(tiny_checkpoint(args.tiny) if args.tiny else demo_with_layers(args.layers))
         options: dict[str, object] = {"model": model, "kv_blocks": args.kv_blocks, "insecure": True}
         options |= FLAGS if args.tiny else {"simulate": args.simulate}
-        options |= {"host_memory": args.host_memory, "max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
+        options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
+        options |= stack.enter_context(tier_options(args))
         jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
         if any(fault.kind in WITHOUT_DISK for fault in plan.values()):
@@ -317,7 +318,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--replay", type=plan_file(possible()), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     add_layers_flag(made)
-    add_host_memory_flag(made)
+    add_tier_flags(made)
     what = "real workers of a tiny model of this family, whose layers keep states, with random weights; no simulation"
     made.add_argument("--tiny", choices=FAMILIES, help=what)
     made.add_argument("--kv-blocks", type=int, default=4096, help="blocks or pages of each worker")

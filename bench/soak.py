@@ -46,7 +46,7 @@ from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, plan_file, scattered, written
 from bench.fault_injection.streams import RETRY, prompts
 from bench.faults import DRAIN_S, Injects
-from bench.lib.demo_layers import add_host_memory_flag, add_layers_flag, demo_with_layers
+from bench.lib.demo_layers import add_layers_flag, add_tier_flags, demo_with_layers, tier_options
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
 from bench.serve import suite_flags
@@ -139,7 +139,7 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         model = stack.enter_context(demo_with_layers(args.layers))
         options: dict[str, object] = {"model": model, "simulate": args.simulate, "drain": "migrate"}
-        options |= {"kv_blocks": args.kv_blocks, "host_memory": args.host_memory}
+        options |= {"kv_blocks": args.kv_blocks} | stack.enter_context(tier_options(args))
         options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
         running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
@@ -228,7 +228,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--plan", type=plan_file(_POSSIBLE), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     add_layers_flag(made)
-    add_host_memory_flag(made)
+    add_tier_flags(made)
     made.add_argument("--kv-blocks", type=int, default=2048, help="blocks or pages of each worker")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")

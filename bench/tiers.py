@@ -11,6 +11,11 @@ order. Five loads:
 * unused: prompts that fit into the pool, so that nothing leaves it.
 * no_reuse: prompts that share nothing, and each of which makes the one before leave the pool.
 
+Two more are of a disk behind the host tier (`--disk-cache`):
+
+* restart: prompts that share prefixes, before a process is killed and after another one has its folder.
+* saving: `no_reuse` with a disk, to which each block is saved, against the host tier alone.
+
 Every pair checks that both engines give the same tokens, and that blocks moved where they should, and nowhere else.
 """
 
@@ -18,11 +23,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +43,7 @@ from cli.benchmark.requests import Request, Workload, equal_requests
 from common.contracts.lease import TierCopy
 from common.contracts.types import BlockId
 from gpuworker.memory.byte_plan import frame_bytes
+from gpuworker.memory.disk_frames import DiskFrames, size_of
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane
@@ -42,6 +52,7 @@ from kvmanager.contracts.counts import Totals
 BLOCK_SIZE = 16
 SHAPES = {"small": SMALL, "128m": MEDIUM}
 _VOCABULARY = 2000
+_SAVE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,7 @@ def _later(run: Run) -> list[float]:
 @contextmanager
 def engines(plane: ModelPlane, sizes: Sizes, frames: int) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Run an engine with frames and one without, each with a pool of the load's size."""
-    changes = {"num_blocks": sizes.blocks, "max_num_seqs": sizes.sequences}
+    changes: dict[str, Any] = {"num_blocks": sizes.blocks, "max_num_seqs": sizes.sequences}
     with ExitStack() as stack:
         tiered = stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes, host_frames=frames))
         yield tiered, stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes))
@@ -188,6 +199,120 @@ def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
     return {figure: 1 / ratio, f"{figure}_lower": 1 / upper, f"{figure}_upper": 1 / lower, **moved}
 
 
+# ---------------------------------------------------------------- a disk behind the host tier
+
+
+def sharers(count: int, families: int, seed: int) -> Workload:
+    """Return prompts of which each begins like every `families`-th other one, and ends like none."""
+    shared = random.Random("families")
+    begins = [[shared.randrange(3, _VOCABULARY) for _ in range(256)] for _ in range(families)]
+    rng = random.Random(f"tails/{seed}")
+    tails = ([rng.randrange(3, _VOCABULARY) for _ in range(40)] for _ in range(count))
+    return Workload("restart", [Request(f"r{n:03d}", begins[n % families] + tail, 8) for n, tail in enumerate(tails)])
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Shares of prompt tokens that were hits, before a restart and behind it; times to first tokens behind it."""
+
+    before: float
+    after: float
+    ttft: float
+    ttft_without: float
+
+
+def _hits(run: Run) -> float:
+    records = run.records.values()
+    return sum(each.cached_tokens for each in records) / sum(len(each.request.prompt) for each in records)
+
+
+def _await_saves(worker: BenchWorker) -> None:
+    deadline = time.monotonic() + _SAVE_SECONDS
+    while worker.saves:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"blocks are still being saved after {_SAVE_SECONDS:.0f} s")
+        time.sleep(0.01)
+
+
+def open_disk(plane: ModelPlane, folder: Path, frames: int) -> DiskFrames:
+    """Open frames of this model in a folder."""
+    size = frame_bytes(plane.identity.kv_geometry, BLOCK_SIZE)
+    return DiskFrames.open(folder, size_of(frames, size), size, plane.identity)
+
+
+def measure_restart(plane: ModelPlane, requests: int, folder: Path, first_seed: int) -> Restart:
+    """Run prompts on an engine, and more of their kind on the one after it, with its disk and with none.
+
+    The second one has what a process leaves that is killed while it saves: a copy of its files. Requests come one by
+    one. Raises AssertionError where tokens differ or nothing came from disk.
+    """
+    families = 10
+    blocks = families * 16 + 64
+    changes: dict[str, Any] = {"num_blocks": blocks, "max_num_seqs": 4, "host_frames": blocks}
+    sizes = Sizes(blocks, 4, lambda seed: sharers(requests, families, seed), alone=True)
+    with plane_worker(plane, BLOCK_SIZE, open_disk(plane, folder, 64 * blocks), **changes) as worker:
+        drive(worker, sizes, sizes.workload(first_seed), "restart")
+        before = _hits(drive(worker, sizes, sizes.workload(first_seed + 1), "restart"))
+        shutil.copytree(folder, left := folder.with_name("left"))
+    last = sizes.workload(first_seed + 2)
+    with plane_worker(plane, BLOCK_SIZE, open_disk(plane, left, 64 * blocks), **changes) as worker:
+        warm = drive(worker, sizes, last, "restart")
+        assert worker.totals.disk_loads, "nothing came from disk"
+    with plane_worker(plane, BLOCK_SIZE, **changes) as worker:
+        cold = drive(worker, sizes, last, "restart")
+    tokens = [[each.tokens for _, each in sorted(run.records.items())] for run in (warm, cold)]
+    assert tokens[0] == tokens[1], "tokens differ"
+    first = [statistics.mean(run.first_tokens[:families]) for run in (warm, cold)]
+    return Restart(before, _hits(warm), *first)
+
+
+def restart_figures(plane: ModelPlane, requests: int, rounds: int) -> dict[str, float]:
+    found = list[Restart]()
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="quire-tiers-") as folder:
+            found.append(measure_restart(plane, requests, Path(folder) / "worker", 3 * number))
+        progress(f"restart: {number + 1} of {rounds}, hits {found[-1].after:.3f}", end=number + 1 == rounds)
+    warm = median_interval([each.after / each.before for each in found])
+    ttft = median_interval([each.ttft / each.ttft_without for each in found])
+    figures = dict(zip(_intervals("warm_restart"), warm, strict=True))
+    figures["warm_restart_hits_before"] = statistics.median(each.before for each in found)
+    return figures | dict(zip(_intervals("warm_restart_ttft"), ttft, strict=True))
+
+
+def saving_figures(plane: ModelPlane, sizes: Sizes, pairs: int) -> dict[str, float]:
+    """Compare an engine that saves each block to disk with one that has the host tier alone."""
+    changes: dict[str, Any] = {
+        "num_blocks": sizes.blocks,
+        "max_num_seqs": sizes.sequences,
+        "host_frames": 6 * sizes.blocks,
+    }
+    ratios, saved = list[float](), list[int]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-tiers-"))) / "worker"
+        disk = open_disk(plane, folder, 64 * sizes.blocks)
+        engines_of = {
+            "disk": stack.enter_context(plane_worker(plane, BLOCK_SIZE, disk, **changes)),
+            "plain": stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes)),
+        }
+        for index in range(pairs + 1):
+            runs, before = dict[str, Run](), engines_of["disk"].totals.disk_stores
+            for which in ("disk", "plain") if index % 2 else ("plain", "disk"):
+                runs[which] = drive(engines_of[which], sizes, sizes.workload(index), salt=f"saving-{index}")
+            _await_saves(engines_of["disk"])
+            if index:
+                rates = {which: run.tokens / run.seconds for which, run in runs.items()}
+                ratios.append(rates["disk"] / rates["plain"])
+                saved.append(engines_of["disk"].totals.disk_stores - before)
+                progress(f"saving: pair {index} of {pairs}, throughput {ratios[-1]:.3f}", end=index == pairs)
+    assert all(saved), "nothing was saved"
+    figures = dict(zip(_intervals("throughput_ratio_disk"), median_interval(ratios), strict=True))
+    return figures | {"saved_saving": statistics.median(saved)}
+
+
+def _intervals(figure: str) -> tuple[str, str, str]:
+    return figure, f"{figure}_lower", f"{figure}_upper"
+
+
 RATIOS = {"talks": "ttft_ratio_host", "turns": "throughput_ratio_host"}
 COSTS = {"swap": "swap_ratio", "unused": "cost_when_unused", "no_reuse": "cost_without_reuse"}
 NOTES = {
@@ -199,6 +324,11 @@ NOTES = {
     "cost_when_unused": "seconds of a load of which nothing leaves the pool, with over without",
     "cost_without_reuse": "seconds of a load of which everything leaves and nothing comes back, with over without",
     "stores_turns": "blocks that were copied into frames in a run of the turns; loads: out of them",
+    "warm_restart": "share of prompt tokens that are hits behind a restart with a disk, over before it",
+    "warm_restart_hits_before": "that share before",
+    "warm_restart_ttft": "mean time to first token of each prefix's first prompt then, with the disk over without",
+    "throughput_ratio_disk": "tokens a second while each block is saved and none comes back, with over without",
+    "saved_saving": "blocks that were saved in such a run",
     "load_over_memcpy": "bytes a second of loading 64 blocks from frames, over one memcpy of as many bytes",
 }
 
@@ -232,7 +362,7 @@ def main() -> None:
     flags.add_argument("--shape", choices=SHAPES, default="small", help="the model: a small one, or one of 128 M")
     flags.add_argument("--dtype", default="float32", help="type of weights and of K and V")
     flags.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
-    flags.add_argument("--only", choices=loads(1.0), help="one load alone")
+    flags.add_argument("--only", choices=[*loads(1.0), "restart", "saving"], help="one load alone")
     args = flags.parse_args()
     plane = data_plane(
         None,
@@ -248,6 +378,10 @@ def main() -> None:
     for name, sizes in loads(args.scale, args.pairs).items():
         if args.only in (None, name):
             figures |= figures_of(name, list(measure(plane, name, sizes, args.pairs)))
+    if args.only in (None, "restart"):
+        figures |= restart_figures(plane, max(20, round(100 * args.scale)), args.pairs)
+    if args.only in (None, "saving"):
+        figures |= saving_figures(plane, loads(args.scale, args.pairs)["no_reuse"], args.pairs)
     if args.only is None:
         figures["load_over_memcpy"] = load_over_memcpy(plane)
     report("tiers", figures, NOTES, args.json)

@@ -34,11 +34,24 @@ _SIZES: Final = {
 }
 
 
-def add_host_memory_flag(flags: argparse.ArgumentParser) -> None:
+def add_tier_flags(flags: argparse.ArgumentParser) -> None:
     what = (
         "memory that keeps blocks which leave a worker's pool, such as 64MiB; a simulated worker checks what it reads"
     )
     flags.add_argument("--host-memory", help=what)
+    what = "size of a disk cache of each worker, such as 64MiB, which one that was killed finds again"
+    flags.add_argument("--disk-cache", metavar="SIZE", help=what)
+
+
+@contextmanager
+def tier_options(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield the options of a suite whose workers have these tiers; their disk is a temporary folder."""
+    options: dict[str, object] = {"host_memory": args.host_memory}
+    if args.disk_cache is None:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-disk-") as folder:
+        yield options | {"disk_cache": folder, "disk_cache_size": args.disk_cache}
 
 
 def add_layers_flag(flags: argparse.ArgumentParser) -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.lib.workers import BenchWorker
+from common.contracts.clock import SystemClock
 from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.engine.transfers import Transfers
 from gpuworker.memory.byte_plan import frame_bytes
+from gpuworker.memory.disk_frames import DiskFrames
+from gpuworker.memory.disk_mover import DiskMover
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane, assemble, executor_for
@@ -44,11 +48,11 @@ def cpu_runner(
     return plane.runner, plane.identity.kv_geometry
 
 
-def plane_worker(plane: ModelPlane, block_size: int, **changes: Any) -> BenchWorker:
+def plane_worker(plane: ModelPlane, block_size: int, disk: DiskFrames | None = None, **changes: Any) -> BenchWorker:
     """Return an engine on the model of a data plane, not yet started, with a cache of its own.
 
     `changes` are those to its `AgentConfig`, of which the engine makes its lease agent at once. With `host_frames`
-    there are frames of host memory, too.
+    there are frames of host memory, too, and behind them those of a `disk`, which the engine closes.
     """
     geometry, device = plane.identity.kv_geometry, plane.model.device
     slots = plane.memory.num_blocks * plane.memory.block_size
@@ -60,4 +64,12 @@ def plane_worker(plane: ModelPlane, block_size: int, **changes: Any) -> BenchWor
     attention = make_backend("auto", cache, options=BackendOptions(deterministic=plane.settings.deterministic))
     runner = ModelRunner(plane.model, cache, attention, limits, executor_for(plane.model))
     config = replace(plane.agent_config(), num_blocks=num_blocks, block_size=block_size, **changes)
-    return BenchWorker(runner, config, None, geometry)
+    if disk is None:
+        return BenchWorker(runner, config, None, geometry)
+    assert cache.frames is not None, "blocks come back from disk by way of host memory"
+    worker = BenchWorker(runner, replace(config, disk_frames=disk.num_frames), None, geometry)
+    mover, size = DiskMover(disk, worker.engine.wake), frame_bytes(geometry, block_size)
+    worker.engine.keep_on_disk(
+        Transfers(mover, cache.frames, size, disk.reset, SystemClock()), disk.claims(), disk.reset
+    )
+    return worker

@@ -135,6 +135,13 @@ class BenchWorker:
         assert self._embedded.ledger is not None, "the worker has a manager of its own"
         return self._embedded.ledger.pool_counts().totals
 
+    @property
+    def saves(self) -> bool:
+        """Whether blocks are still to be saved to disk."""
+        assert self._embedded.ledger is not None, "the worker has a manager of its own"
+        transfers = self._embedded.ledger.state.transfers
+        return bool(transfers.saves or transfers.to_save or transfers.has_orders)
+
     def _wake(self) -> None:
         self.engine.wake()
 
@@ -153,6 +160,7 @@ class BenchWorker:
             prefix_caching=config.prefix_caching,
             max_num_seqs=config.max_num_seqs,
             host_frames=config.host_frames,
+            disk_frames=config.disk_frames,
         )
 
     def __enter__(self) -> BenchWorker:
