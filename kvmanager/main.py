@@ -103,7 +103,7 @@ class ManagerProcess:
             manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )
         self.pins = OperatorPins(manager, self.index, self.leading, clock)
-        self.attachments.attaching = self.pins.wake
+        self.attachments.attaching = self.pins.attaching
         self.pins.on_missed_reset = self.attachments.order_missed_reset
         self.server = self._server()
 

@@ -140,7 +140,7 @@ class BenchWorker:
         """Whether blocks are still to be saved to disk."""
         assert self._embedded.ledger is not None, "the worker has a manager of its own"
         transfers = self._embedded.ledger.state.transfers
-        return bool(transfers.saves or transfers.to_save or transfers.has_orders)
+        return bool(transfers.saves or transfers.to_save or transfers.orders)
 
     def _wake(self) -> None:
         self.engine.wake()

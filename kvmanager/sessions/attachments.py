@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -55,6 +55,10 @@ class WorkerReset:
     confirmed: bool
 
 
+async def _nothing() -> None:
+    """Nobody has to know of an attach."""
+
+
 @dataclass(slots=True)
 class _Live:
     worker: AttachedWorker
@@ -66,7 +70,7 @@ class Attachments:
     """Attached workers by id, around the core's registrations; `leading` says whether this manager leads.
 
     `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest, until
-    the last one has left. `attaching` is called when a worker attaches and the namespace of the index is known.
+    the last one has left. `attaching` is awaited when a worker attaches and the namespace of the index is known.
     """
 
     manager: WorkerRegistry
@@ -79,7 +83,7 @@ class Attachments:
     draining: bool = False
     past: PastTotals = field(default_factory=PastTotals)
     events: KvEventHub = field(default_factory=KvEventHub)
-    attaching: Callable[[], None] = lambda: None
+    attaching: Callable[[], Awaitable[None]] = _nothing
     _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,8 +121,8 @@ class Attachments:
         # The identity is fixed before any await, so that only one of two first workers decides it.
         self.manager.identity = self._expected(attach.identity)
         self.manager.adopt_epoch(await self.index.epoch_for(attach))
+        await self.attaching()
         self._leave_for(attach)
-        self.attaching()
         return self.manager.attach(attach)
 
     def close(self, worker: AttachedWorker) -> None:

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 # Seconds between two looks at Redis: it may have been wiped, and has then to get the pins again.
 _LOOK_S: Final = 10.0
 _RETRY_S: Final = 1.0
+# Seconds that a worker waits for its session because Redis does not say which reset was the last one.
+_ATTACH_S: Final = 1.0
 _LEAST_PAUSE_S: Final = 0.05
 # Hashes that are looked for in one turn of the event loop: some 2 ms.
 _A_TURN: Final = 1 << 13
@@ -66,6 +68,14 @@ class OperatorPins:
     def wake(self) -> None:
         """Look at Redis and at the clock at once: a worker attaches, perhaps the first one."""
         self._wake.set()
+
+    async def attaching(self) -> None:
+        """Know the last reset before a worker attaches, which may have missed it: as far as Redis says soon enough."""
+        with suppress(TimeoutError, IndexUnavailable, FenceLost, StaleEpoch, Unavailable):
+            async with asyncio.timeout(_ATTACH_S), self._changing:
+                if self._serves():
+                    await self._load()
+        self.wake()
 
     # ------------------------------------------------------------ operators
 

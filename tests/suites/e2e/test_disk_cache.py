@@ -118,12 +118,17 @@ async def test_blocks_that_rot_are_misses(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-async def test_a_worker_that_missed_a_reset_brings_nothing_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manager_dies", [False, True])
+async def test_a_worker_that_missed_a_reset_brings_nothing_back(tmp_path: Path, manager_dies: bool) -> None:
     async with suite_with_disk(tmp_path) as suite:
         await fill(suite, tmp_path)
         worker = suite.stack.children["worker-0"].pid
         kill(suite, "worker-0")
         await suite.manager.ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=PATIENCE)
+        if manager_dies:
+            manager = suite.stack.children["kvmanager"].pid
+            kill(suite, "kvmanager")
+            await until_restarted(suite, "kvmanager", manager)
         await until_restarted(suite, "worker-0", worker)
         await suite.until_connected(1)
         again = await talk_to(suite)
