@@ -1,0 +1,367 @@
+"""What a prefix gains that another worker has: fetched over computed, the forecast, and what it costs the source.
+
+    python -m bench.peer_fetch --json
+    python -m bench.peer_fetch --lengths 512,2048 --pairs 3
+
+A KV manager and two workers run as processes, each worker with one thread. For each length, prompts come in interleaved
+pairs to the second worker: one that the first one has computed, so that its blocks are fetched, and one that nobody
+has. Behind the prefix stand a few tokens of the prompt's own. TTFT is that of the client.
+
+`forecast_error_p50` compares what the manager expected of a fetch, the costs that the worker had told it last times the
+blocks, with what its grant says that the wait took; the first fetches connect, and teach nothing. Then streams run at
+the first worker, and gaps between their tokens are compared: while the second worker fetches from it, and while the
+second worker has nothing to do.
+
+Every fetched prompt must have had all its blocks from the other worker, and every computed one none. So blocks moved
+where they should, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from grpc import aio
+
+from bench.lib.checkpoints import MEDIUM, SMALL
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.workers import manager_process
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.contracts.types import PoolIdentity
+from common.process import die_with_parent
+from common.process.ports import free_ports
+from common.process.python import module_command
+from common.rpc.server import open_channel
+from common.wire.identity_codec import identity_from_proto
+from common.wire.packing import pack_hashes, unpack_u32
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
+from quire.types.v1 import types_pb2 as types
+
+BLOCK_SIZE: Final = 16
+TAIL: Final = 8
+"""Tokens of each prompt that no other one has."""
+SHAPES: Final = {"small": SMALL, "128m": MEDIUM}
+_VOCABULARY: Final = 2000
+_STREAMS: Final = 4
+_WARM: Final = 2
+"""Fetches that count for nothing: the first ones connect."""
+_PATIENCE: Final = 600.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """When each token of a sequence came, in seconds of its submission, and how many prompt tokens were cached.
+
+    `began` is a reading of time.perf_counter.
+    """
+
+    began: float
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Return the gaps between tokens that end between two readings of time.perf_counter, without the first one."""
+        pairs = zip(self.times[1:], self.times[2:], strict=False)
+        return [later - earlier for earlier, later in pairs if later > earlier and start < self.began + later < end]
+
+
+class Process:
+    """One worker process, and what it said last of its costs."""
+
+    def __init__(self, folder: Path, name: str, manager: str, flags: Sequence[str]) -> None:
+        port, metrics = free_ports(2)
+        self.name, self.address, self.costs = name, f"127.0.0.1:{port}", (0.0, 0.0, 0.0)
+        words = ["--worker-id", name, "--port", str(port), "--metrics-port", str(metrics), "--manager", manager]
+        words += ["--model", str(folder), "--load-format", "dummy", "--block-size", str(BLOCK_SIZE), "--threads", "1"]
+        words += ["--data-port", "0", "--log-level", "warning", "--trace-sample-ratio", "0", *flags]
+        command = die_with_parent.command(module_command("bench.lib.peer_worker", *words))
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("COSTS "):
+                compute, read, peer = map(float, line.split()[1:])
+                self.costs = compute, read, peer
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Worker:
+    """The client's end of a worker's stream."""
+
+    def __init__(self, process: Process, stub: rpc.GpuWorkerServiceStub, identity: PoolIdentity) -> None:
+        self.process, self._call, self._identity = process, stub.Stream(), identity
+        self._answers = dict[int, Answer]()
+        self._ends = dict[int, asyncio.Future[Answer]]()
+        self._reader: asyncio.Task[None] | None = None
+        self._writes = asyncio.Lock()
+
+    async def open(self) -> None:
+        await self._call.write(pb.StreamRequest(hello=pb.Hello(router_id="bench")))
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for response in self._call:
+            now, outputs = time.perf_counter(), response.outputs
+            assert not response.HasField("refused"), response.refused
+            counts, sampled = iter(unpack_u32(outputs.counts)), iter(unpack_u32(outputs.token_ids))
+            for handle in unpack_u32(outputs.handles):
+                new = [next(sampled) for _ in range(next(counts))]
+                self._answers[handle].tokens += new
+                self._answers[handle].times += [now - self._answers[handle].began] * len(new)
+            for admitted in outputs.admitted:
+                self._answers[admitted.handle].cached = admitted.cached_tokens
+            for end in outputs.finished:
+                self._ends[end.handle].set_result(self._answers[end.handle])
+
+    async def answer(self, tokens: Sequence[int], count: int, name: str) -> Answer:
+        """Run a greedy sequence of so many tokens to its end."""
+        handle = len(self._answers) + 1
+        root = root_digest(self._identity.model_fingerprint, self._identity.tokenizer_fingerprint, BLOCK_SIZE, b"")
+        digests = block_digests(root, tokens, BLOCK_SIZE)
+        message = pb.Submit(
+            handle=handle,
+            request_id=name,
+            prompt_token_ids=little_endian_int32(tokens),
+            block_hashes=pack_hashes(map(block_hash_of, digests)),
+            parent_digest=digests[-1] if digests else root,
+            sampling=types.SamplingParams(
+                temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count, ignore_eos=True
+            ),
+        )
+        self._ends[handle] = asyncio.get_running_loop().create_future()
+        self._answers[handle] = Answer(time.perf_counter())
+        async with self._writes:  # gRPC takes one at a time
+            await self._call.write(pb.StreamRequest(submit=message))
+        return await asyncio.wait_for(self._ends[handle], _PATIENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What the manager's grant says of a fetch, and what it had expected of one, in seconds."""
+
+    blocks: int
+    seconds: float
+    expected: float
+
+
+@dataclass
+class Pair:
+    """Both workers, and the manager's records."""
+
+    source: Worker
+    destination: Worker
+    records: decision_pb2_grpc.DecisionServiceStub
+    fetches: list[Fetch] = field(default_factory=list)
+    asked: int = 0
+
+    def prompt(self, length: int) -> list[int]:
+        """Return a prefix that nobody has."""
+        self.asked += 1
+        rng = random.Random(f"prefix/{self.asked}")
+        return [rng.randrange(3, _VOCABULARY) for _ in range(length)]
+
+    async def fetched(self, prefix: list[int]) -> float:
+        """Return the TTFT of a prompt whose prefix the source has. Raises AssertionError where it was not fetched."""
+        name, (_, _, peer) = f"fetched-{self.asked}-{len(self.fetches)}", self.destination.process.costs
+        answer = await self.destination.answer([*prefix, *self.prompt(TAIL)], 1, name)
+        query = decision_pb2.ListDecisionsRequest(request_id=name, kind="grant")
+        (grant,) = (await self.records.ListDecisions(query, timeout=_PATIENCE)).decisions
+        blocks, whole = round(grant.figures["fetched_blocks"]), len(prefix) // BLOCK_SIZE
+        assert (blocks, answer.cached) == (whole, whole * BLOCK_SIZE), f"{blocks} of {whole} blocks were fetched"
+        self.fetches.append(Fetch(blocks, grant.figures["fetch_seconds"], peer * blocks))
+        return answer.times[0]
+
+    async def computed(self, length: int) -> float:
+        """Return the TTFT of a prompt that nobody has. Raises AssertionError where something was cached."""
+        answer = await self.destination.answer(self.prompt(length + TAIL), 1, f"computed-{self.asked}")
+        assert answer.cached == 0, "nobody has this prefix"
+        return answer.times[0]
+
+    async def have(self, length: int) -> list[int]:
+        """Let the source compute a prefix, and return it."""
+        prefix = self.prompt(length)
+        await self.source.answer([*prefix, 1], 1, f"source-{self.asked}")
+        return prefix
+
+
+async def _until_serving(stub: rpc.GpuWorkerServiceStub) -> pb.WorkerInfo:
+    """Return what a worker is, once it serves and a manager has it."""
+    async with asyncio.timeout(_PATIENCE):
+        while True:
+            try:
+                found = await stub.GetWorker(pb.GetWorkerRequest(), timeout=_PATIENCE, wait_for_ready=True)
+            except aio.AioRpcError:
+                await asyncio.sleep(0.2)
+            else:
+                return found.info
+
+
+@contextmanager
+def _checkpoint(shape: dict[str, object]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        yield Path(folder)
+
+
+@asynccontextmanager
+async def running(manager: str, shape: str, dtype: str, longest: int, blocks: int) -> AsyncIterator[Pair]:
+    """Run two workers of a manager, whose pools have so many blocks, and host memory twice as much."""
+    model = {**SHAPES[shape], "max_position_embeddings": max(longest, 2048)}
+    flags = ["--dtype", dtype, "--kv-blocks", str(blocks), "--max-model-len", str(longest), "--max-num-seqs", "8"]
+    flags += ["--host-memory", "2GiB"]
+    with ExitStack() as processes:
+        folder = processes.enter_context(_checkpoint(model))
+        made = [Process(folder, name, manager, flags) for name in ("source", "destination")]
+        for each in made:
+            processes.callback(each.stop)
+        async with AsyncExitStack() as channels:
+            workers = []
+            for each in made:
+                stub = rpc.GpuWorkerServiceStub(await channels.enter_async_context(open_channel(each.address)))
+                info = await _until_serving(stub)
+                workers.append(Worker(each, stub, identity_from_proto(info.identity)))
+                await workers[-1].open()
+            channel = await channels.enter_async_context(open_channel(manager))
+            source, destination = workers
+            yield Pair(source, destination, decision_pb2_grpc.DecisionServiceStub(channel))
+
+
+async def times_to_first_token(pair: Pair, length: int, pairs: int) -> tuple[list[float], list[float]]:
+    """Return TTFTs of fetched and of computed prefixes of a length, in interleaved pairs of alternating order."""
+    fetched, computed = list[float](), list[float]()
+    for index in range(pairs):
+        prefix = await pair.have(length)
+        for which in ("fetched", "computed") if index % 2 else ("computed", "fetched"):
+            if which == "fetched":
+                fetched.append(await pair.fetched(prefix))
+            else:
+                computed.append(await pair.computed(length))
+        progress(f"{length} tokens: pair {index + 1} of {pairs}", end=index + 1 == pairs)
+    return fetched, computed
+
+
+def p99(gaps: Sequence[float]) -> float:
+    return sorted(gaps)[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+
+
+async def gaps_of_source(pair: Pair, length: int, tokens: int, fetching: bool) -> list[float]:
+    """Return the gaps of streams that run at the source while the destination fetches from it, or has nothing to do."""
+    prefixes = [await pair.have(length) for _ in range(3 if fetching else 0)]
+    running = [
+        asyncio.create_task(pair.source.answer(pair.prompt(64), tokens, f"stream-{pair.asked}"))
+        for _ in range(_STREAMS)
+    ]
+    await asyncio.sleep(0.2)
+    began, ended = time.perf_counter(), time.perf_counter() + _PATIENCE
+    for prefix in prefixes:
+        await pair.fetched(prefix)
+    if prefixes:
+        ended = time.perf_counter()
+    return [gap for answer in await asyncio.gather(*running) for gap in answer.gaps(began, ended)]
+
+
+def crossing(lengths: Sequence[int], first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the length from which the first of two lines of least squares is below; 0: always, -1: never."""
+    one, other = statistics.linear_regression(lengths, first), statistics.linear_regression(lengths, second)
+    if one.slope >= other.slope:
+        return -1.0
+    return max(0.0, (one.intercept - other.intercept) / (other.slope - one.slope))
+
+
+async def measure(pair: Pair, lengths: Sequence[int], pairs: int) -> dict[str, float]:
+    figures, fetched, computed = dict[str, float](), list[float](), list[float]()
+    await times_to_first_token(pair, lengths[0], _WARM)
+    warm = len(pair.fetches)
+    for length in lengths:
+        ones, others = await times_to_first_token(pair, length, pairs)
+        ratio, lower, upper = median_interval([one / other for one, other in zip(ones, others, strict=True)])
+        name = f"ttft_ratio_{length}"
+        figures |= {name: ratio, f"{name}_lower": lower, f"{name}_upper": upper}
+        fetched.append(statistics.median(ones))
+        computed.append(statistics.median(others))
+        figures |= {f"ttft_fetched_{length}": fetched[-1], f"ttft_computed_{length}": computed[-1]}
+    errors = [abs(each.expected - each.seconds) / each.seconds for each in pair.fetches[warm:] if each.expected]
+    compute, _, peer = pair.destination.process.costs
+    figures |= {
+        "forecast_error_p50": statistics.median(errors),
+        "forecasts": len(errors),
+        "blocks_fetched": sum(each.blocks for each in pair.fetches),
+        "compute_over_fetch_forecast": compute / peer if peer else 0.0,
+    }
+    if len(lengths) > 1:
+        whole = [each.seconds for each in pair.fetches[warm:]]
+        sizes = [each.blocks * BLOCK_SIZE for each in pair.fetches[warm:]]
+        line = [compute / BLOCK_SIZE * length for length in sizes]
+        figures["break_even_predicted_tokens"] = crossing(sizes, whole, line)
+        figures["break_even_measured_tokens"] = crossing(lengths, fetched, computed)
+    return figures
+
+
+async def cost_of_source(pair: Pair, length: int, rounds: int) -> dict[str, float]:
+    with_fetches, without = list[float](), list[float]()
+    for index in range(rounds):
+        for fetching in (True, False) if index % 2 else (False, True):
+            gaps = await gaps_of_source(pair, length, 192, fetching)
+            (with_fetches if fetching else without).append(p99(gaps))
+    ratio, lower, upper = median_interval([one / other for one, other in zip(with_fetches, without, strict=True)])
+    figures = {"source_itl_p99_ratio": ratio, "source_itl_p99_ratio_lower": lower, "source_itl_p99_ratio_upper": upper}
+    return figures | {
+        "source_itl_p99": statistics.median(with_fetches),
+        "source_itl_p99_idle": statistics.median(without),
+    }
+
+
+NOTES = {
+    "forecast_error_p50": "what the manager expected of a fetch beside what it took, |difference| over what it took",
+    "compute_over_fetch_forecast": "what the destination says that computing a block costs, over fetching it",
+    "break_even_predicted_tokens": "length from which a fetch beats the forecast of computing; 0: always, -1: never",
+    "break_even_measured_tokens": "length from which the measured TTFT is lower; 0: always, -1: never",
+    "source_itl_p99_ratio": "p99 of gaps of the source's streams while blocks are fetched from it, over without",
+    "blocks_fetched": "blocks that came from the other worker, all of which were asked for",
+}
+
+
+async def run(
+    manager: str, shape: str, dtype: str, lengths: Sequence[int], pairs: int, rounds: int
+) -> dict[str, float]:
+    longest = max(lengths) + 64
+    async with running(manager, shape, dtype, longest, 4 * -(-longest // BLOCK_SIZE) + 256) as pair:
+        figures = await measure(pair, lengths, pairs)
+        return figures | await cost_of_source(pair, min(2048, max(lengths)), rounds)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--lengths", default="512,2048,8192", help="tokens of the prefixes")
+    flags.add_argument("--pairs", type=int, default=5, help="interleaved pairs of each length")
+    flags.add_argument("--rounds", type=int, default=5, help="pairs of runs of the source's streams")
+    flags.add_argument("--shape", choices=SHAPES, default="128m", help="the model: a small one, or one of 128 M")
+    flags.add_argument("--dtype", default="bfloat16", help="type of weights and of K and V")
+    args = flags.parse_args()
+    lengths = [int(each) for each in args.lengths.split(",")]
+    with manager_process(BLOCK_SIZE) as (manager, _):
+        figures = asyncio.run(run(manager, args.shape, args.dtype, lengths, args.pairs, args.rounds))
+    report("peer_fetch", figures, NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
