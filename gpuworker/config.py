@@ -22,6 +22,7 @@ from common.settings.options import (
     Count,
     CpuLevel,
     Cpus,
+    DisaggregationMode,
     DrainMode,
     DType,
     Fraction,
@@ -184,6 +185,12 @@ class EngineSettings(Settings):
         0.0, description="share of engine steps that get a span, with links to the traced requests in the step"
     )
     prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
+    disaggregation: DisaggregationMode = Field(
+        "none",
+        description="prefill: compute prompts for workers that decode, and whole requests only where no other worker "
+        "is; decode: serve requests, and fetch what a prefill worker has computed of their prompts; none: serve "
+        "requests. prefill and decode need --data-port",
+    )
 
     def num_seqs(self, default: int) -> int:
         """Return the sequences in a step; `default` is that of the device."""
@@ -216,6 +223,9 @@ class EngineSettings(Settings):
         if self.data_port is not None and self.host_memory is None:
             what = "is for blocks that come by way of host memory, and there is none; add --host-memory 1GiB"
             yield FieldViolation("--data-port", what)
+        if self.disaggregation != "none" and self.data_port is None:
+            what = f"is {self.disaggregation}, and blocks pass between workers by --data-port"
+            yield FieldViolation("--disaggregation", f"{what}; add it, with --host-memory")
         if self.data_address is not None and self.data_port is None:
             yield FieldViolation("--data-address", "is where others reach --data-port, and there is none; add it")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs

@@ -23,6 +23,7 @@ from router.observe.pool_words import pages_words
 
 _LEAST_ID: Final = 8
 _ENDLESS: Final = 10_000  # columns
+_ROLES: Final = {"prefill": "computes prompts for others", "decode": "decodes"}
 _UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 
@@ -98,7 +99,7 @@ def wide_table(status: Status) -> Table:
     table.add_column("note")
     for worker in status.workers:
         words = worker.worker_id or "?", worker.address, worker.state, _manager(worker)
-        table.add_row(*map(Text, (*words, *_figures(worker), worker.reason)))
+        table.add_row(*map(Text, (*words, *_figures(worker), _note(worker))))
     return table
 
 
@@ -114,7 +115,7 @@ def narrow_lines(status: Status, width: int) -> Iterator[RenderableType]:
     yield Text(lines[0], "bold")
     for worker, line in zip(status.workers, lines[1:], strict=True):
         yield Text(line)
-        note = f"; {worker.reason}" if worker.reason else ""
+        note = f"; {_note(worker)}" if _note(worker) else ""
         yield Padding(Text(f"{worker.address}, manager {_manager(worker)}{note}", "dim"), (0, 0, 0, 2))
 
 
@@ -136,6 +137,11 @@ def _age(seconds: float) -> str:
     """Return seconds in the largest unit of which there are two: 119 s, 2 min, 47 h, 2 d."""
     unit, size = next((each for each in _UNITS if seconds >= 2 * each[1]), ("s", 1.0))
     return f"{seconds // size:.0f} {unit}"
+
+
+def _note(worker: Worker) -> str:
+    """Return what a worker does of requests, where that is not all, and why the router does not use it."""
+    return "; ".join(filter(None, (_ROLES.get(worker.disaggregation, worker.disaggregation), worker.reason)))
 
 
 def _manager(worker: Worker) -> str:

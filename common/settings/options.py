@@ -198,6 +198,8 @@ Speculative = Annotated[str, AfterValidator(one_of("none", "ngram", "draft"))]
 LogFormat = Literal["json", "text", "bare"]
 LoadFormat = Literal["auto", "dummy"]
 DrainMode = Literal["finish", "migrate"]
+DisaggregationMode = Literal["none", "prefill", "decode"]
+RemotePrefillMode = Literal["auto", "off", "always"]
 ModelImpl = Literal["auto", "native", "transformers"]
 Choice = one_of
 

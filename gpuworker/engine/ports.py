@@ -152,6 +152,8 @@ class EngineLoad:
     # Pending prefill tokens that are in steps in flight.
     prefill_tokens_in_flight: int = 0
     manager_attached: bool = False
+    # Of a block that another worker had; 0 before the first one.
+    fetch_seconds_per_block: float = 0.0
     decode_times: StepTimes = NO_STEPS
     mixed_times: StepTimes = NO_STEPS
     drafts: DraftTallies = field(default_factory=dict)

@@ -119,6 +119,11 @@ class Transfers:
         return max(0.0, self._heard + self._most_patience - self._clock.monotonic())
 
     @property
+    def fetch_seconds(self) -> float:
+        """Seconds that fetching a block from another worker takes, as learnt; 0: none was fetched yet."""
+        return self._peer_seconds
+
+    @property
     def _read_seconds(self) -> float:
         return self._mover.read_seconds if self._mover is not None else 0.0
 

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Final
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.pooling import Pooling, name_of, needs_every_token
@@ -80,6 +81,13 @@ def with_disk(memory: BytePlan, disk: DiskFrames | None) -> BytePlan:
         return memory
     size = size_of(disk.num_frames, memory.frame_bytes)
     return replace(memory, disk_frames=disk.num_frames, disk=size, disk_folder=str(disk.folder))
+
+
+_DISAGGREGATION: Final[dict[str, pb.Disaggregation.ValueType]] = {
+    "none": pb.DISAGGREGATION_UNSPECIFIED,
+    "prefill": pb.DISAGGREGATION_PREFILL,
+    "decode": pb.DISAGGREGATION_DECODE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +223,8 @@ class DataPlane:
             dtype=facts.dtype,
             version=f"quire {quire_version()}, {facts.software}",
             prefix_caching=self.prefix_caching,
+            disaggregation=_DISAGGREGATION[self.settings.disaggregation],
+            fetches_blocks=self.settings.data_port is not None and self.host_frames > 0,
         )
 
     def memory_message(self) -> pb.MemoryPlan:

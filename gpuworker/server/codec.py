@@ -132,4 +132,5 @@ def load_message(load: EngineLoad, draining: bool, migrating: bool = False) -> p
         migrating=migrating,
         drafted_tokens=load.drafted_tokens,
         accepted_draft_tokens=load.accepted_tokens,
+        fetch_seconds_per_block=load.fetch_seconds_per_block,
     )

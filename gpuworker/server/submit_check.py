@@ -141,7 +141,7 @@ class SubmitLimits:
             what = f"{tokens} tokens, {before} of them output; expected 1 to {most}, and a prompt"
             yield FieldViolation("prompt_token_ids", what)
         sampling = message.sampling
-        if sampling.max_tokens <= before and (before or not sampling.HasField("prompt_logprobs")):
+        if before and sampling.max_tokens <= before:
             what = f"{sampling.max_tokens}, of which {before} were sampled before; expected more than that"
             yield FieldViolation("sampling.max_tokens", what)
         if message.prompt_logprobs_before >= max(1, tokens - before):

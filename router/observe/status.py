@@ -86,6 +86,7 @@ class RouterStatus:
         now = self._clock.monotonic()
         trouble = model.trouble(now)
         load.state = trouble[0].value if trouble is not None else load.state
+        load.disaggregation = model.capacity.disaggregation.value
         load.running_sequences, load.waiting_sequences = model.load.running, model.load.waiting
         load.num_blocks, load.free_blocks = model.capacity.num_blocks, model.load.unheld_blocks
         load.used_blocks = max(0, load.num_blocks - load.free_blocks)
@@ -112,6 +113,7 @@ class RouterStatus:
             status.state, status.reason = trouble[0].value, trouble[1]
         status.running_sequences, status.waiting_sequences = model.load.running, model.load.waiting
         status.num_blocks, status.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        status.disaggregation = model.capacity.disaggregation.value
         status.max_num_seqs, status.window = model.capacity.max_num_seqs, model.capacity.window
         status.manager_attached = model.load.manager_attached
         status.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0

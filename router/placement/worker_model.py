@@ -22,6 +22,14 @@ class WorkerState(StrEnum):
     DETACHED = "detached"
 
 
+class Disaggregation(StrEnum):
+    """What a worker does of a request."""
+
+    NONE = ""
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 HUNG_FACTOR = 10.0
 HUNG_FLOOR_S = 5.0
 # For a step that the worker cannot predict yet, such as the first prefill of a large model on a CPU.
@@ -48,6 +56,9 @@ class Capacity:
     # Whether the worker keeps blocks for prompts to come.
     prefix_caching: bool = True
     groups: tuple[KvGroup, ...] = ()
+    disaggregation: Disaggregation = Disaggregation.NONE
+    # Whether it fetches cached blocks from other workers, and they from it.
+    fetches_blocks: bool = False
 
     @property
     def unit(self) -> str:
@@ -115,6 +126,8 @@ class Load:
     computed_tokens: int = 0
     # Of the pending prefill tokens: those in the steps that run or are planned.
     prefill_tokens_in_flight: int = 0
+    # Of a block that another worker had; 0 until the worker has fetched one.
+    fetch_seconds_per_block: float = 0.0
 
 
 @dataclass(slots=True)

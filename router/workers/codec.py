@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Final
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -33,7 +34,7 @@ from common.wire.sampling_codec import sampling_to_proto, thought_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.placement.worker_model import Capacity, Load
+from router.placement.worker_model import Capacity, Disaggregation, Load
 from router.workers.orphan_codec import continuation_to_proto
 from router.workers.resuming import Continuation
 from router.workers.worker_events import (
@@ -48,6 +49,11 @@ from router.workers.worker_events import (
     TokensSampled,
     WorkerTime,
 )
+
+_DISAGGREGATION: Final = {
+    pb.DISAGGREGATION_PREFILL: Disaggregation.PREFILL,
+    pb.DISAGGREGATION_DECODE: Disaggregation.DECODE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,8 @@ def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
         identity.kv_geometry.window,
         info.prefix_caching,
         identity.kv_geometry.groups,
+        _DISAGGREGATION.get(info.disaggregation, Disaggregation.NONE),
+        info.fetches_blocks,
     )
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 
@@ -168,6 +176,7 @@ def load_from_proto(load: pb.Load) -> Load:
         manager_attached=load.manager_attached,
         draining=load.draining,
         migrating=load.draining and load.migrating,
+        fetch_seconds_per_block=_finite(load.fetch_seconds_per_block),
     )
 
 

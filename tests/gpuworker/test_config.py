@@ -39,6 +39,13 @@ def test_blocks_come_from_disk_by_way_of_host_memory() -> None:
     assert problems(disk_cache="d", host_memory="1GiB") == []
 
 
+def test_prompts_pass_from_worker_to_worker_by_their_data_ports() -> None:
+    assert problems(disaggregation="prefill") == [
+        "--disaggregation is prefill, and blocks pass between workers by --data-port; add it, with --host-memory"
+    ]
+    assert problems(disaggregation="decode", data_port=0, host_memory="1GiB") == []
+
+
 def test_a_disk_cache_keeps_cached_blocks() -> None:
     assert problems(disk_cache="d", host_memory="1GiB", prefix_caching=False) == [
         "--host-memory keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them",

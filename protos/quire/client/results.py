@@ -152,7 +152,8 @@ class Worker:
     """One worker as the router sees it. `state`: connected, connecting, draining, hung or mismatched.
 
     `unheld_blocks` counts blocks that are free, or cached and evictable. Where the identity of the model has groups of
-    layers, both counts are of pages. `reason` says why the router avoids a worker.
+    layers, both counts are of pages. `reason` says why the router avoids a worker. `disaggregation` is prefill or decode
+    where a worker does not do all.
     """
 
     worker_id: str
@@ -167,6 +168,7 @@ class Worker:
     prefill_tokens_per_second: float
     decode_step_seconds: float
     heartbeat_age: float
+    disaggregation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ def worker_row(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
     row = {
         "worker": load.worker_id or load.address,
         "state": load.state,
+        "disaggregation": load.disaggregation,
         "running": load.running_sequences,
         "waiting": load.waiting_sequences,
         "tokens_per_s": load.output_tokens_per_second,

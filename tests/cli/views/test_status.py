@@ -27,6 +27,20 @@ def shown(*groups: types.KvGroup, held: str = "", host: str = "", disk: str = ""
     return console.file.getvalue().splitlines()
 
 
+def test_a_worker_that_does_not_do_all_says_what_it_does() -> None:
+    roles = {"w0": "prefill", "w1": "decode", "w2": ""}
+    workers = [pb.WorkerStatus(worker_id=name, disaggregation=role) for name, role in roles.items()]
+    workers[0].reason = "late"
+    console = Console(file=io.StringIO(), width=300)
+    status = Status.from_proto(pb.GetStatusResponse(workers=workers))
+    console.print(StatusView(Model.from_proto(pb.GetModelResponse(model="m")), status, Ledgers(held="", host="")))
+    assert isinstance(console.file, io.StringIO)
+    rows = [line.rstrip() for line in console.file.getvalue().splitlines() if line.startswith("w")][-3:]
+    assert rows[0].endswith(" computes prompts for others; late")
+    assert rows[1].endswith(" decodes")
+    assert rows[2].endswith(" -")
+
+
 def test_a_pool_of_pages_says_what_they_are() -> None:
     words = "Blocks are counted in pages: 16 tokens take 4 in full layers and 21 in windows of 1,024"
     assert shown(FULL, WINDOW)[2] == words

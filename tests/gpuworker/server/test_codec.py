@@ -218,11 +218,12 @@ def test_a_scored_prompt_says_what_the_router_has_already() -> None:
     assert (plain.score_from, plain.score_until) == (0, 0)
 
 
-def test_nothing_need_be_sampled_where_the_prompt_is_scored() -> None:
-    request = convert(submit(sampling=types.SamplingParams(max_tokens=0, prompt_logprobs=0)))
+@pytest.mark.parametrize("scored", [None, 0], ids=["computed", "scored"])
+def test_nothing_need_be_sampled_of_a_prompt(scored: int | None) -> None:
+    request = convert(submit(sampling=types.SamplingParams(max_tokens=0, prompt_logprobs=scored)))
     assert (request.new.stop.max_tokens, request.new.max_len) == (0, 10)
     with pytest.raises(InvalidRequest, match="expected more than that"):
-        convert(submit(sampling=types.SamplingParams(max_tokens=0)))
+        convert(submit(sampling=types.SamplingParams(max_tokens=3), output_tokens_before=3))
 
 
 def test_bad_words_are_runs_of_ids() -> None:
@@ -280,7 +281,9 @@ def test_bytes_that_hold_no_whole_hashes_are_refused() -> None:
 
 
 def test_a_load_is_reported_whole() -> None:
-    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, 9, manager_attached=True)
+    load = EngineLoad(
+        1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, 9, manager_attached=True, fetch_seconds_per_block=0.75
+    )
     assert load_message(load, draining=True) == pb.Load(
         running=1,
         waiting=2,
@@ -297,6 +300,7 @@ def test_a_load_is_reported_whole() -> None:
         prefill_tokens_in_flight=9,
         manager_attached=True,
         draining=True,
+        fetch_seconds_per_block=0.75,
     )
 
 

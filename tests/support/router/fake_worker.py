@@ -41,6 +41,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     num_blocks: int = 64
     max_num_seqs: int = 8
     prefix_caching: bool = True
+    disaggregation: pb.Disaggregation.ValueType = pb.DISAGGREGATION_UNSPECIFIED
+    fetches_blocks: bool = False
     max_model_len: int = 256
     automatic: bool = False
     greets: bool = True
@@ -169,6 +171,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
             max_num_seqs=self.max_num_seqs,
             vocab_size=1000,
             prefix_caching=self.prefix_caching,
+            disaggregation=self.disaggregation,
+            fetches_blocks=self.fetches_blocks,
         )
 
     # ------------------------------------------------------------ what it says
@@ -235,6 +239,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         """Sample all tokens of a sequence, one a step."""
         handle, start = submit.handle, submit.output_tokens_before
         self.step(admitted={handle: 0})
+        if not submit.sampling.max_tokens:
+            self.step(finished={handle: FinishReason.LENGTH})
         for position in range(start, submit.sampling.max_tokens):
             last = position == submit.sampling.max_tokens - 1
             self.step({handle: [100 + position]}, finished={handle: FinishReason.LENGTH} if last else None)

@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quire.types.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Disaggregation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DisaggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Disaggregation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISAGGREGATION_UNSPECIFIED: _Disaggregation.ValueType  # 0
+    DISAGGREGATION_PREFILL: _Disaggregation.ValueType  # 1
+    """It computes prompts for workers that decode; whole requests only where no worker decodes."""
+    DISAGGREGATION_DECODE: _Disaggregation.ValueType  # 2
+    """It serves requests, and may fetch what a prefill worker has computed of the prompt."""
+
+class Disaggregation(_Disaggregation, metaclass=_DisaggregationEnumTypeWrapper):
+    """What a worker does of a request. Unspecified: all of it."""
+
+DISAGGREGATION_UNSPECIFIED: Disaggregation.ValueType  # 0
+DISAGGREGATION_PREFILL: Disaggregation.ValueType  # 1
+"""It computes prompts for workers that decode; whole requests only where no worker decodes."""
+DISAGGREGATION_DECODE: Disaggregation.ValueType  # 2
+"""It serves requests, and may fetch what a prefill worker has computed of the prompt."""
+Global___Disaggregation: _TypeAlias = Disaggregation  # noqa: Y015
 
 @_typing.final
 class StreamRequest(_message.Message):
@@ -202,7 +225,9 @@ class Submit(_message.Message):
     """W3C tracestate of `traceparent`, at most 512 characters."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
-        """Every field is set: the router has filled in defaults."""
+        """Every field is set: the router has filled in defaults. With `max_tokens` 0 the prompt is computed and nothing is
+        sampled; the sequence ends with FINISH_REASON_LENGTH, and the prompt's full blocks stay cached.
+        """
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1076,6 +1101,7 @@ class Load(_message.Message):
     PREFILL_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_SECONDS_PER_BLOCK_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     num_blocks: _builtins.int
@@ -1104,6 +1130,8 @@ class Load(_message.Message):
     drafted_tokens: _builtins.int
     """As above: guessed tokens that steps verified, and those that were right."""
     accepted_draft_tokens: _builtins.int
+    fetch_seconds_per_block: _builtins.float
+    """Learnt from fetches of cached blocks from other workers: seconds a block; 0 before the first one."""
     def __init__(
         self,
         *,
@@ -1125,10 +1153,11 @@ class Load(_message.Message):
         prefill_tokens_in_flight: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
+        fetch_seconds_per_block: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "fetch_seconds_per_block", b"fetch_seconds_per_block", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1198,6 +1227,8 @@ class WorkerInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
+    FETCHES_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     """16 bytes that name the life of the worker's process; the lease protocol has the secret of which they are a hash."""
@@ -1213,6 +1244,9 @@ class WorkerInfo(_message.Message):
     version: _builtins.str
     """quire and torch versions."""
     prefix_caching: _builtins.bool
+    disaggregation: Global___Disaggregation.ValueType
+    fetches_blocks: _builtins.bool
+    """It fetches cached blocks from other workers, and they from it (--data-port)."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     @_builtins.property
@@ -1235,10 +1269,12 @@ class WorkerInfo(_message.Message):
         dtype: _builtins.str = ...,
         version: _builtins.str = ...,
         prefix_caching: _builtins.bool = ...,
+        disaggregation: Global___Disaggregation.ValueType = ...,
+        fetches_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "identity", b"identity", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "disaggregation", b"disaggregation", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fetches_blocks", b"fetches_blocks", "identity", b"identity", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1306,6 +1306,7 @@ class WorkerStatus(_message.Message):
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """HOST:PORT; empty on the router's port for clients."""
@@ -1329,6 +1330,10 @@ class WorkerStatus(_message.Message):
     """Sequences that may run at once."""
     window: _builtins.int
     """Slots of the widest attention window where every layer of the model has one, else 0."""
+    disaggregation: _builtins.str
+    """prefill: it computes prompts for workers that decode. decode: it serves requests, and may fetch such prompts. Empty:
+    it does all.
+    """
     def __init__(
         self,
         *,
@@ -1346,10 +1351,11 @@ class WorkerStatus(_message.Message):
         heartbeat_age: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
         window: _builtins.int = ...,
+        disaggregation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "disaggregation", b"disaggregation", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1519,6 +1525,7 @@ class WorkerLoad(_message.Message):
     OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """HOST:PORT."""
@@ -1538,6 +1545,8 @@ class WorkerLoad(_message.Message):
     computed_tokens_per_second: _builtins.float
     heartbeat_age: _builtins.float
     """Age of the figures."""
+    disaggregation: _builtins.str
+    """As in WorkerStatus."""
     def __init__(
         self,
         *,
@@ -1553,10 +1562,11 @@ class WorkerLoad(_message.Message):
         output_tokens_per_second: _builtins.float = ...,
         computed_tokens_per_second: _builtins.float = ...,
         heartbeat_age: _builtins.float = ...,
+        disaggregation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "computed_tokens_per_second", b"computed_tokens_per_second", "free_blocks", b"free_blocks", "heartbeat_age", b"heartbeat_age", "num_blocks", b"num_blocks", "output_tokens_per_second", b"output_tokens_per_second", "pending_prefill_tokens", b"pending_prefill_tokens", "running_sequences", b"running_sequences", "state", b"state", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "computed_tokens_per_second", b"computed_tokens_per_second", "disaggregation", b"disaggregation", "free_blocks", b"free_blocks", "heartbeat_age", b"heartbeat_age", "num_blocks", b"num_blocks", "output_tokens_per_second", b"output_tokens_per_second", "pending_prefill_tokens", b"pending_prefill_tokens", "running_sequences", b"running_sequences", "state", b"state", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

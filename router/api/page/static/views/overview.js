@@ -97,7 +97,7 @@ export class Overview {
       return h(
         "div",
         { class: "worker" },
-        h("div", { class: "worker-head" }, h("a", { href: `#blocks/${encodeURIComponent(each.worker)}`, class: "id", "data-key": `worker-${each.worker}` }, each.worker), h("span", { class: each.state === "connected" ? "note" : "bad" }, words(each.state)), h("span", { class: "grow" }), h("span", { class: "note" }, `${count(each.running)} running, ${count(each.waiting)} waiting, ${rate(each.tokens_per_s)} tokens/s`)),
+        h("div", { class: "worker-head" }, h("a", { href: `#blocks/${encodeURIComponent(each.worker)}`, class: "id", "data-key": `worker-${each.worker}` }, each.worker), h("span", { class: each.state === "connected" ? "note" : "bad" }, words(each.state)), each.disaggregation ? h("span", { class: "note" }, words(each.disaggregation)) : "", h("span", { class: "grow" }), h("span", { class: "note" }, `${count(each.running)} running, ${count(each.waiting)} waiting, ${rate(each.tokens_per_s)} tokens/s`)),
         known ? stack(parts, each.blocks, label) : h("p", { class: "empty" }, label),
         known ? h("p", { class: "counts" }, STATES.map(([name, title]) => h("span", {}, `${title} `, h("b", {}, count(each[name])))), h("span", {}, "Evicted ", h("b", {}, count(each.evictions))), h("span", {}, "Preempted ", h("b", {}, count(each.preemptions)))) : null,
         each.host_frames ? h("p", { class: "counts" }, h("span", {}, "Host memory ", h("b", {}, `${count(each.host_held)} of ${count(each.host_frames)} blocks`)), h("span", {}, "Stored ", h("b", {}, count(each.host_stores))), h("span", {}, "Loaded ", h("b", {}, count(each.host_loads))), h("span", {}, "Dropped ", h("b", {}, count(each.host_drops)))) : null,
