@@ -22,6 +22,7 @@ from common.settings.options import (
     MetricsTenants,
     Names,
     RedisUrl,
+    RemotePrefillMode,
     Seconds,
     UrlPrefix,
     together,
@@ -95,6 +96,16 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     )
     workers: CountOrAuto = Field(
         1, description="GPU workers to start; auto: one for each NUMA node, on its cpus and memory"
+    )
+    prefill_workers: Count | None = Field(
+        None,
+        description="of the workers, the first so many compute prompts for the others, which decode (--disaggregation "
+        "of each); with --host-memory and --data-port 0; unset: each worker does all",
+    )
+    remote_prefill: RemotePrefillMode = Field(
+        "auto",
+        description="whether a prompt is computed at a prefill worker first; auto: where that is predicted to be "
+        "faster, delays of running requests included; always: wherever a worker has room for it; off: never",
     )
     manager: Literal["remote", "embedded"] = Field(
         "remote", description="KV manager as a service of its own, or inside each worker (for comparison)"
@@ -170,6 +181,19 @@ class UpSettings(EngineSettings, DecisionLogSettings):
             what = f"is {self.managers}, and --manager embedded starts none; leave out one of them"
             yield FieldViolation("--managers", what)
         yield from self._shards()
+        yield from self._prefill_workers()
+
+    def _prefill_workers(self) -> Iterator[FieldViolation]:
+        count = self.prefill_workers
+        if count is None:
+            return
+        what = f"is {count}, and "
+        if self.disaggregation != "none":
+            yield FieldViolation("--prefill-workers", f"{what}--disaggregation is for all workers; leave out one")
+        if self.manager == "embedded":
+            yield FieldViolation("--prefill-workers", f"{what}--manager embedded passes no blocks; leave out one")
+        if isinstance(self.workers, int) and count >= self.workers:
+            yield FieldViolation("--prefill-workers", f"{what}there are {self.workers} workers; at least one decodes")
 
     def _shards(self) -> Iterator[FieldViolation]:
         if self.shards == 1:

@@ -26,6 +26,7 @@ from common.settings.options import (
     Names,
     Networks,
     Port,
+    RemotePrefillMode,
     Seconds,
     TokenizerFolder,
     UrlPrefix,
@@ -186,6 +187,12 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         60.0,
         description="seconds for which a worker without its KV manager gets requests. Then its silent sequences go to "
         "another worker or end, and a router without another worker is not ready",
+    )
+    remote_prefill: RemotePrefillMode = Field(
+        "auto",
+        description="whether a prompt is computed at a prefill worker first (--disaggregation of workers); auto: where "
+        "that is predicted to be faster, delays of running requests included; always: wherever such a worker has room; "
+        "off: never",
     )
     index_timeout: Seconds = Field(
         0.02, description="seconds that a lookup in the prefix index may take; a later answer costs hits, not a request"

@@ -229,7 +229,12 @@ class RouterProcess:
             self.pool, chooser, self._index, self._records.ring, clock, max_wait=settings.max_wait
         )
         self.frontend = RouterFrontend(
-            self._dispatcher, self._admission, self._text, self._recorder, checkpoint.eos_token_ids
+            self._dispatcher,
+            self._admission,
+            self._text,
+            self._recorder,
+            checkpoint.eos_token_ids,
+            remote_prefill=settings.remote_prefill,
         )
         context = partial(self.pool.context, checkpoint.max_model_len)
         validator = Validator(

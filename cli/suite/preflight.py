@@ -46,7 +46,7 @@ Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
 _TO_ROUTER: Final = (
     *("seed", "force_include_usage", "open_schemas", "batch_dir", "slo_ttft", "slo_itl", "root_path"),
-    *("tokenizer_info", "public_metrics", "metrics_tenants"),
+    *("tokenizer_info", "public_metrics", "metrics_tenants", "remote_prefill"),
 )
 _TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
 _TEXT: Final = (
@@ -207,6 +207,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
         server_key_file=settings.server_key_file,
         threads=settings.threads,
         worker_cpus=cpus,
+        prefill_workers=settings.prefill_workers or 0,
         worker_flags=(*to_all, *to_workers, *revision),
         router_flags=(
             *(*to_all, *redis, *_flags(settings, ["load_format", *_TEXT, *_PUBLIC_TLS])),

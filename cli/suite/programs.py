@@ -53,6 +53,7 @@ class StackOptions:
     With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
     The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
     `data_ports` has each worker's port at which others fetch its blocks, 0 for a free one; (): they fetch none.
+    The first `prefill_workers` compute prompts for the others; 0: each does all.
     `worker_cpus` has the cpus that each worker is bound to, or None; () binds no worker.
     `config` is the option file of the services. `pool_key` signs the addresses of workers in Redis ("": the services
     have one of their own). `tenants` need a server key: without a `server_key_file`, the suite makes one in its state
@@ -85,6 +86,7 @@ class StackOptions:
     worker_cpus: tuple[str | None, ...] = ()
     named_workers: int | None = None
     data_ports: tuple[int, ...] = ()
+    prefill_workers: int = 0
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     manager_flags: tuple[str, ...] = ()
@@ -218,10 +220,17 @@ def _worker(options: StackOptions, index: int) -> Program:
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
         *(("--data-port", str(options.data_ports[index])) if options.data_ports else ()),
+        *_disaggregation(options, index),
     )
     command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker"))
     environment = _QUIET_GRPC | _redis("gpuworker", "") | {"OMP_NUM_THREADS": str(threads)}
     return Program(worker_id, "gpuworker", command, flags, joined_address(options.admin_host, port), environment)
+
+
+def _disaggregation(options: StackOptions, index: int) -> tuple[str, ...]:
+    if not options.prefill_workers:
+        return ()
+    return ("--disaggregation", "prefill" if index < options.prefill_workers else "decode")
 
 
 def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:

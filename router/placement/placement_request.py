@@ -37,6 +37,15 @@ class PlacementRequest:
     left: float | None = None
     # Whether it passes what is before it at a worker, so that its own work alone can make it late.
     passes: bool = False
+    # Leading tokens that another worker has computed: a worker that fetches blocks need not.
+    computed_elsewhere: int = 0
+
+    def uncached(self, capacity: Capacity, hit_blocks: int) -> int:
+        """Return the tokens that a worker computes which has so many blocks of the prompt; at least the last one."""
+        cached = hit_blocks * capacity.block_size
+        if capacity.fetches_blocks:
+            cached = max(cached, self.computed_elsewhere)
+        return max(1, self.prompt_tokens - cached)
 
 
 def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[PlacementOutcome, str]:

@@ -451,6 +451,14 @@ class Router:
         least_s = best.counted_s(placement.passes) if least_s is None else least_s
         return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, least_s)
 
+    def price_workers(
+        self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], later: bool = False
+    ) -> list[WorkerCost]:
+        """Return the price at each worker that may take the request now, or also `later`; of many at some of them."""
+        seen = shortlist(workers, hits, self._drawn(placement.request_id))
+        found = _Priced.of(placement, seen, hits, self._clock.monotonic())
+        return found.now_or_later(placement) if later else found.costs
+
     def soonest_s(
         self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], has_room: bool
     ) -> float:
@@ -478,7 +486,11 @@ class Router:
             away = [each for each in workers if each.trouble(now) is not None]
             self._least.keep((_least_time(each, usual, now) for each in well), away, len(workers), now)
         bounds = self._least.bounds(
-            workers, hits, placement.prompt_tokens, placement.avoids, lambda each: not too_large(each, placement)
+            workers,
+            hits,
+            placement.prompt_tokens - placement.computed_elsewhere,
+            placement.avoids,
+            lambda each: not too_large(each, placement),
         )
         names = bounds.soonest().union(worker.worker_id for worker in drawn)
         seen = [worker for worker in workers if worker.worker_id in names]
@@ -534,13 +546,14 @@ class _Priced:
                 found.recovering.append(worker)
         return found
 
-    def _now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
+    def now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
+        """Return the price at each worker that may serve it."""
         return self.costs + [_cost(worker, placement, hits, self.usual, self.now) for worker, hits in self.later]
 
     def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
         """Return the least known seconds to the first token, now or later, as `Router.soonest_s` does."""
         passes = has_room or bool(self.recovering)
-        return min((each.counted_s(passes) for each in self._now_or_later(placement)), default=0.0)
+        return min((each.counted_s(passes) for each in self.now_or_later(placement)), default=0.0)
 
     def has_one_in_time(self, placement: PlacementRequest) -> bool:
         """Return whether some worker keeps the deadline, as far as that is known."""
@@ -596,7 +609,7 @@ def _cost(
     usual_step = usual.step * (1.0 + (running - 1) / capacity.max_num_seqs)
     step = believed(rates.step.predict(running), usual_step, trust)
     hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
-    uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
+    uncached = placement.uncached(capacity, hit_blocks)
     horizon = min(float(placement.max_tokens), usual.output_tokens)
     leave = departures(worker, usual.output_tokens * step, worker.most_output * step)
     room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)

@@ -27,6 +27,17 @@ from router.placement.placement_request import (
     verdict,
     waits_for_a_slot,
 )
+from router.placement.remote_prefill import (
+    Elsewhere,
+    Mode,
+    compare_ways,
+    for_prompts,
+    full_blocks,
+    has_workers_for_prompts,
+    is_worth_it,
+    prompt_alone,
+    serving,
+)
 from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
 from router.placement.run_rule import most_unfinished
@@ -106,7 +117,7 @@ class Reserver:
     ) -> tuple[LoadReservation, ...]:
         """Count the sequences of a request at a worker that has so many blocks of its prompt."""
         capacity = worker.capacity
-        uncached = request.prompt_tokens - hit_blocks * capacity.block_size
+        uncached = request.uncached(capacity, hit_blocks)
         blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
         fork = capacity.fork_load(request.prompt_tokens, hit_blocks)
         loads = [(uncached, blocks), *[fork] * (request.sequences - 1)]
@@ -135,7 +146,7 @@ class Job:
     """Sequences with the same tokens, to be placed at one worker.
 
     `moved_because` says why they left their previous worker; it is empty for a new request. `owner` is that of the
-    caller.
+    caller. `notes` and `figures` stand in the record of the placement.
     """
 
     request: PlacementRequest
@@ -144,6 +155,20 @@ class Job:
     deadline: float | None
     moved_because: str = ""
     owner: str = ""
+    notes: tuple[str, ...] = ()
+    figures: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlace:
+    """A worker that computes a prompt for another one, with the load reserved there; None: none is better.
+
+    `ways` is what both ways are predicted to take.
+    """
+
+    ways: Elsewhere
+    client: WorkerClient | None = None
+    reservation: LoadReservation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +267,9 @@ class Dispatcher:
         self._head: PlacementRequest | None = None
         self._counted: Sequence[WorkerModel] = ()
         self._slots_of_all = 0
+        # The last list of workers, and whether some of them compute prompts for others.
+        self._looked_at: Sequence[WorkerModel] = ()
+        self._has_workers_for_prompts = False
         self._settled = 0
         # Jobs that got a worker, by priority.
         self._placed: Counter[int] = Counter()
@@ -333,7 +361,7 @@ class Dispatcher:
 
     def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
         job = waiting.job
-        return self._router.soonest_s(job.request, self._pool.models(), self._hits(job, waiting.index.hits), has_room)
+        return self._router.soonest_s(job.request, self._serving(), self._hits(job, waiting.index.hits), has_room)
 
     async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
         """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
@@ -364,6 +392,43 @@ class Dispatcher:
             choice, leads, before, index.answered, self._soonest(waiting, self._may_have_room(ticket, shares))
         )
 
+    def computes_prompts(self) -> bool:
+        """Return whether some worker computes prompts for others."""
+        return self._serving() is not (workers := self._pool.models()) and bool(for_prompts(workers))
+
+    async def book_prompt_place(self, job: Job, ticket: Ticket, mode: Mode) -> PromptPlace | None:
+        """Reserve a place for the prompt of a job at a worker that computes it for another one.
+
+        The place has no client where the prompt is better computed where its tokens are sampled. Return None where
+        no worker could take it, or none could fetch it. Nothing is queued or recorded.
+        """
+        index = await self._index.lookup(job.block_hashes)
+        workers, request = self._pool.models(), _in_share(job.request, self._shares(), ticket)
+        size = self._pool.identity.block_size
+        prompt = prompt_alone(request, full_blocks(request.prompt_tokens, size), size)
+        hits, published = self._hits(job, index.hits), index.hits or {}
+        fetchable = [published.get(each.worker_id, 0) for each in workers if each.capacity.fetches_blocks]
+        prefill = self._router.price_workers(prompt, for_prompts(workers), hits)
+        decode = self._router.price_workers(request, self._serving(), hits, later=True)
+        ways = compare_ways(request, prefill, decode, max(fetchable, default=0))
+        if ways is None:
+            return None
+        left = None if job.deadline is None else job.deadline - self._clock.monotonic()
+        if not is_worth_it(ways, mode, left):
+            return PromptPlace(ways)
+        worker = ways.prefill.worker
+        client = self._pool.client(worker)
+        self._memory.remember(worker.worker_id, job.block_hashes[: ways.blocks], self._clock.monotonic())
+        (reservation,) = self._reserver.reserve(worker, prompt, ways.prefill.hit_blocks, ticket.flow)
+        return PromptPlace(ways, client, reservation)
+
+    def _serving(self) -> Sequence[WorkerModel]:
+        """Return the workers that take whole requests. What a list of workers has is looked for once."""
+        workers = self._pool.models()
+        if workers is not self._looked_at:
+            self._looked_at, self._has_workers_for_prompts = workers, has_workers_for_prompts(workers)
+        return serving(workers) if self._has_workers_for_prompts else workers
+
     def placed_above(self, priority: int) -> int:
         """Return how many jobs of a higher priority have got a worker so far."""
         return sum(count for each, count in self._placed.items() if each > priority)
@@ -372,7 +437,7 @@ class Dispatcher:
         """Return in words what waits for a place that is free, and what differs after each placement."""
         shares = self._shares()
         head = self._queue.head(shares)[1].job.request if self._queue else None
-        words = waits_for_a_slot(head, len(self._queue), self._pool.models(), self._clock.monotonic())
+        words = waits_for_a_slot(head, len(self._queue), self._serving(), self._clock.monotonic())
         return words, self._settled
 
     # ------------------------------------------------------------ PoolListener
@@ -485,7 +550,7 @@ class Dispatcher:
         decision_id: str = "",
         among: Sequence[WorkerModel] | None = None,
     ) -> Choice:
-        workers = self._pool.models() if among is None else among
+        workers = self._serving() if among is None else among
         if job.deadline is not None:
             left = job.deadline - self._clock.monotonic()
             passes = request.passes or job.priority > 0 or bool(job.moved_because)
@@ -511,8 +576,9 @@ class Dispatcher:
         """Record the decision; set the placement, or the error that refuses the job."""
         self._settled += 1
         job = waiting.job
-        reasons = (BY_AGE,) if ticket.by_age else ()
-        decision = replace(choice.decision, tenant=job.owner, reasons=reasons)
+        reasons = (*job.notes, *((BY_AGE,) if ticket.by_age else ()))
+        figures = (*choice.decision.figures, *job.figures)
+        decision = replace(choice.decision, tenant=job.owner, reasons=reasons, figures=figures)
         if job.moved_because:
             decision = replace(decision, kind=DecisionKind.MIGRATION, reasons=(job.moved_because, *reasons))
         self._decisions.record(decision)
@@ -563,7 +629,7 @@ class Dispatcher:
     def _with_batch_place(self, request: PlacementRequest) -> list[WorkerModel]:
         """Return the workers in whose batch the sequences have room now; a cached prefix elsewhere does not count."""
         now = self._clock.monotonic()
-        roomy = [each for each in self._pool.models() if each.has_batch_slot(request.sequences)]
+        roomy = [each for each in self._serving() if each.has_batch_slot(request.sequences)]
         return [each for each in roomy if verdict(each, request, now)[0] is PlacementOutcome.PLACED]
 
     def take_booked_place(self, placement: Placement, job: Job) -> Placement | None:

@@ -24,6 +24,7 @@ from router.contracts.ports import CallContext, TextAssemblers
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.placement.admission import AdmissionLimiter
+from router.placement.remote_prefill import Mode
 from router.placement.worker_model import WorkerModel
 from router.requests.client_events import ClientEvents, error_of
 from router.requests.dispatcher import Dispatcher
@@ -54,11 +55,13 @@ class RouterFrontend:
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
         new_id: Callable[[], str] = automatic_id,
+        remote_prefill: Mode = "auto",
     ) -> None:
         self._dispatcher, self._admission, self._new_id = dispatcher, admission, new_id
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
-        self._turns, self._submitter = Turns(), Submitter(dispatcher, admission, recorder, eos_token_ids)
+        self._submitter = Submitter(dispatcher, admission, recorder, eos_token_ids, remote_prefill)
+        self._turns = Turns()
         self._adopter, self._events = Adopter(dispatcher, admission, recorder), ClientEvents(recorder)
         self._runs: set[RequestRun] = set()
         self.standstill = Standstill(lambda: bool(self._runs))

@@ -247,6 +247,11 @@ class RequestRun:
                 self.suspicion.add_break(event.breakdown, self._holds_turn)
             self.take_turn(None)
 
+    def note_prompt_lost(self, event: Lost) -> None:
+        """Note that a worker was lost that computed the prompt for another one."""
+        if event.breakdown is not None:
+            self.suspicion.add_break(event.breakdown, self._holds_turn)
+
     @property
     def waits(self) -> bool:
         """Whether the request is suspected and other requests go before it."""

@@ -91,6 +91,8 @@ class RunLog:
         # All fetches that sequences waited for, as one; None: there was none.
         self._fetched: Fetched | None = None
         self._reason, self._last = "", ""
+        # The worker that computed the prompt for another one, how many tokens of it, and why it did not.
+        self._prompt_worker, self._prompt_end, self._prompt_tokens = "", "", 0
         self._failure = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
         self._elsewhere: SeenElsewhere = NOWHERE
@@ -102,6 +104,16 @@ class RunLog:
 
     def read(self) -> None:
         """Note that the request was read, made into tokens and checked: it waits for a worker from now on."""
+        self._phases.enter(Phase.QUEUE, self._clock.monotonic())
+
+    def sends_prompt(self, worker_id: str) -> None:
+        """Note that a worker begins to compute the prompt for another one."""
+        self._prompt_worker = worker_id
+        self._phases.enter(Phase.PREFILL_ELSEWHERE, self._clock.monotonic())
+
+    def prompt_left(self, tokens: int, why_not: str) -> None:
+        """Note that this is over: so many tokens are computed, or why none are. It waits for a worker again."""
+        self._prompt_tokens, self._prompt_end = tokens, why_not
         self._phases.enter(Phase.QUEUE, self._clock.monotonic())
 
     def submitted(self, index: int) -> None:
@@ -359,6 +371,9 @@ class RunLog:
             miss=admitted.miss_reason.value if admitted else "",
             other_domain=_whose(elsewhere),
             ahead_of=started.ahead_of if started else "",
+            prompt_worker=self._prompt_worker,
+            prompt_end=self._prompt_end[:_MAX_FAILURE],
+            computed_elsewhere=self._prompt_tokens,
             before=before,
             after=after,
             has_first_token=self._phases.has_first_token,

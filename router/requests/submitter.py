@@ -12,9 +12,11 @@ from router.placement.admission import AdmissionLimiter
 from router.placement.domains_seen import DomainsSeen
 from router.placement.fair_queue import Ticket
 from router.placement.prompt_heads import PromptHeads
+from router.placement.remote_prefill import Mode
 from router.requests.dispatcher import Dispatcher, Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
+from router.requests.remote_prefill import RemotePrefill
 from router.requests.run import (
     DRAINED,
     Phase,
@@ -40,16 +42,19 @@ class Submitter:
         admission: AdmissionLimiter,
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
+        remote_prefill: Mode = "auto",
     ) -> None:
         self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
         self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
+        self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill)
 
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place_job` does.
 
-        A suspected request that is interrupted while it waits is not placed: its stream finds the reason in its inbox.
+        A request that is interrupted while it is suspected, or while another worker computes its prompt, is not
+        placed: its stream finds the reason in its inbox.
         """
         identity = await self._dispatcher.known_identity()
         check_kind(run.request.embeds, identity.pooling)
@@ -62,6 +67,10 @@ class Submitter:
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
         run.log.sent(self._domains, self._heads, prefix.cache_domain, identity)
+        if not moved_because:
+            job = await self._prompts.compute_elsewhere(run, job, identity, run.ticket)
+            if run.inbox.interrupted.is_set():
+                return
         placement = self._take_up(sequences, job) or await self._place(run, job, run.ticket)
         while run.waits and not await self._may_be_tried(run, placement):
             if run.inbox.interrupted.is_set():

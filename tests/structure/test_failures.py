@@ -49,6 +49,11 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.WORKER_DRAINED,
         Kind.ALL_DRAINED,
     ),
+    "a prefill worker killed, drained or slow while it computes a prompt": (
+        f"{SUITES}/e2e/test_remote_prefill.py::test_workers_that_die_amid_prompts_cost_no_token",
+        f"{ROUTER}/test_remote_prefill.py::test_whatever_ends_the_prompt_the_request_is_served",
+        f"{ROUTER}/test_remote_prefill.py::test_a_prompt_that_takes_too_long_is_given_up",
+    ),
     "Redis down, wiped or overwritten": (
         Kind.REDIS_KILLED,
         Kind.REDIS_STOPPED,

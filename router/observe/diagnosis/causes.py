@@ -29,6 +29,7 @@ class Cause(StrEnum):
     WORKER_STILL = "worker_still"
     SENDING = "sending"
     INDEX_SLOW = "index_slow"
+    PREFILL_ELSEWHERE = "prefill_elsewhere"
     CONSTRAINT = "constraint"
     BLOCKS = "blocks"
     FETCHING = "fetching"
@@ -114,6 +115,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.SENDING: Advice("Add routers, because this one is busy with the output of other requests.", "sending"),
     Cause.INDEX_SLOW: Advice(
         "Check with redis-cli --latency on the router's host how fast Redis answers.", "quirelookupsfail"
+    ),
+    Cause.PREFILL_ELSEWHERE: Advice(
+        "Add prefill workers if this is long, and start routers with --remote-prefill off if it is in vain.",
+        "computed-elsewhere",
     ),
     Cause.CONSTRAINT: Advice(
         "Send a constraint again word for word, because it stays compiled, and simplify one that takes long.",

@@ -45,6 +45,7 @@ _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.READING: Cause.READING,
     Phase.QUEUE: Cause.WORKER_QUEUE,
     Phase.LOOKUP: Cause.INDEX_SLOW,
+    Phase.PREFILL_ELSEWHERE: Cause.PREFILL_ELSEWHERE,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
     Phase.ROUTER_STILL: Cause.ROUTER_STILL,
     Phase.ON_THE_WAY: Cause.ON_THE_WAY,

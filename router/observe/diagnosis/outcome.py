@@ -25,6 +25,7 @@ class Phase(StrEnum):
     READING = "reading"
     QUEUE = "queue"
     LOOKUP = "lookup"
+    PREFILL_ELSEWHERE = "prefill_elsewhere"
     CONSTRAINT = "constraint"
     ROUTER_STILL = "router_still"
     ON_THE_WAY = "on_the_way"
@@ -60,8 +61,10 @@ class Outcome:
     step, most of them for `ahead_of`. `gaps` are the times between two events of output that a client sees, `late_gaps`
     those above the objective of the router. Its workers copied `loaded_blocks` from host memory in `load_seconds`, and
     would have computed them in `spared_seconds`; 0: not known. Before that it waited `fetch_seconds` for `fetch_asked`
-    blocks from `fetch_source` ("disk", or a worker), and shared `fetched_blocks` of them. `kept` names the tail rules
-    that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
+    blocks from `fetch_source` ("disk", or a worker), and shared `fetched_blocks` of them. `prompt_worker` computed
+    `computed_elsewhere` tokens of the prompt for the worker that sampled, or did not because of `prompt_end`. `kept`
+    names the tail rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole
+    answer.
     """
 
     time_ns: int = 0
@@ -71,6 +74,8 @@ class Outcome:
     miss: str = ""
     other_domain: str = ""
     ahead_of: str = ""
+    prompt_worker: str = ""
+    prompt_end: str = ""
     kept: str = ""
     index: str = ""
     fetch_source: str = ""
@@ -85,6 +90,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    computed_elsewhere: int = 0
     block_size: int = 0
     admissions: int = 0
     placements: int = 0
@@ -141,7 +147,10 @@ class Outcome:
         return self.first_token_s + sum(seconds for _, seconds in self.after)
 
 
-_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index", "fetch_source")
+_TEXTS: Final = (
+    *("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index", "fetch_source"),
+    *("prompt_worker", "prompt_end"),
+)
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)

@@ -21,6 +21,7 @@ LABELS: Final = {
     Phase.READING: "reading the request",
     Phase.QUEUE: "waiting for a worker",
     Phase.LOOKUP: "looking up its prefix",
+    Phase.PREFILL_ELSEWHERE: "computing its prompt elsewhere",
     Phase.CONSTRAINT: "compiling its constraint",
     Phase.ROUTER_STILL: "while the router stood still",
     Phase.ON_THE_WAY: "between router and worker",
@@ -41,7 +42,7 @@ LABELS: Final = {
     Phase.CLIENT: "waiting for the client",
 }
 # Phases in which the request itself is worked on.
-WORK: Final = frozenset({Phase.LOADING, Phase.PREFILL, Phase.DECODE})
+WORK: Final = frozenset({Phase.PREFILL_ELSEWHERE, Phase.LOADING, Phase.PREFILL, Phase.DECODE})
 # An event that the client leaves unread for longer has nothing to do with a busy event loop.
 SLOW_READ_S: Final = 0.25
 # A shorter duration is written as 0.0 ms.
@@ -51,6 +52,7 @@ _LEAST_WAIT_S: Final = 0.001
 _ALWAYS: Final = {
     Phase.READING: Cause.READING,
     Phase.LOOKUP: Cause.INDEX_SLOW,
+    Phase.PREFILL_ELSEWHERE: Cause.PREFILL_ELSEWHERE,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
     Phase.ROUTER_STILL: Cause.ROUTER_STILL,
     Phase.ON_THE_WAY: Cause.ON_THE_WAY,
@@ -276,6 +278,15 @@ def loaded_words(outcome: Outcome) -> str:
     return f"{_worker(outcome)} loaded {blocks} from host memory in {took} instead of computing {tokens}{rate}"
 
 
+def _elsewhere_words(outcome: Outcome) -> str:
+    computing = outcome.prompt_worker or "another worker"
+    if outcome.computed_elsewhere:
+        tokens = count(outcome.computed_elsewhere, "token")
+        return f"{computing} computed {tokens} of its prompt, for {_worker(outcome)} to fetch"
+    why = outcome.prompt_end or "the request ended first"
+    return f"its prompt was sent to {computing}, which did not compute it ({why})"
+
+
 def _prefill_words(seconds: float, outcome: Outcome) -> str:
     computed = max(1, outcome.prompt_tokens - outcome.cached_tokens)
     each = duration(seconds / computed)
@@ -359,6 +370,7 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]]
     Cause.ROUTER: lambda seconds, history, outcome: "the router's own work, before it chose a worker",
     Cause.INDEX_SLOW: lambda seconds, history, outcome: index_words(outcome),
     Cause.OUTRANKED: lambda seconds, history, outcome: _outranked_words(history, outcome),
+    Cause.PREFILL_ELSEWHERE: lambda seconds, history, outcome: _elsewhere_words(outcome),
     Cause.CONSTRAINT: lambda seconds, history, outcome: (
         "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"
     ),

@@ -225,7 +225,7 @@ def _second(ordered: list[tuple[Cause, float]]) -> float:
 
 
 def _is_work(cause: Cause) -> bool:
-    return cause in (Cause.LOADED, Cause.PREFILL, Cause.DECODE)
+    return cause in (Cause.PREFILL_ELSEWHERE, Cause.LOADED, Cause.PREFILL, Cause.DECODE)
 
 
 def _part(history: RequestHistory, outcome: Outcome, cause: Cause, seconds: float, total: float) -> str:

@@ -225,6 +225,22 @@ def test_shards_have_managers_and_workers_of_their_own(base: dict[str, str]) -> 
     assert load(RouterSettings, found["router"].flags, base).manager == tuple(addresses)
 
 
+def test_some_workers_compute_prompts_for_the_others(base: dict[str, str]) -> None:
+    passes = ("--host-memory", "1GiB", "--data-port", "0")
+    words = ("--workers", "3", "--prefill-workers", "1", "--remote-prefill", "always", *passes)
+    found = programs(suite_options(words, base))
+    workers = [load(GpuWorkerSettings, found[f"worker-{number}"].flags, base) for number in range(3)]
+    assert [each.disaggregation for each in workers] == ["prefill", "decode", "decode"]
+    assert load(RouterSettings, found["router"].flags, base).remote_prefill == "always"
+
+
+def test_prefill_workers_need_others_and_ports_for_blocks(base: dict[str, str]) -> None:
+    found = refusals(("--workers", "2", "--prefill-workers", "2"), base)
+    assert found == {"--prefill-workers": "is 2, and there are 2 workers; at least one decodes"}
+    (said, *_) = refusals(("--workers", "2", "--prefill-workers", "1"), base).values()
+    assert said == "is prefill, and blocks pass between workers by --data-port; add it, with --host-memory"
+
+
 def test_several_managers_use_the_redis_that_the_suite_starts(base: dict[str, str]) -> None:
     """The unmended check refused every suite with `--managers 2`, because no Redis runs before the suite."""
     assert len(suite_options(("--managers", "2"), base).standby_ports) == 1

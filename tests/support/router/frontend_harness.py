@@ -31,6 +31,7 @@ from router.observe.recorder import Recorder
 from router.observe.tail_keeper import TailKeeper
 from router.observe.tail_rules import Objective
 from router.placement.admission import AdmissionLimiter, AdmissionLimits
+from router.placement.remote_prefill import Mode
 from router.placement.routing import Router
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
@@ -157,6 +158,7 @@ async def frontend_over(
     manager_patience: float = math.inf,
     objective: Objective | None = None,
     max_wait: float = DEFAULT_MAX_WAIT,
+    remote_prefill: Mode = "auto",
 ) -> AsyncIterator[Harness]:
     """Start workers and a frontend that is connected to all of them; with an objective it keeps bad requests."""
     identity = identity or PoolIdentity(
@@ -171,7 +173,8 @@ async def frontend_over(
     tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
     recorder = Recorder(metrics, decisions, spans.tracer, CLOCK, new_id, tail, MODEL)
     admission = AdmissionLimiter(limits or AdmissionLimits())
-    frontend = RouterFrontend(dispatcher, admission, assemblers or WordAssemblers(), recorder, eos)
+    words = assemblers or WordAssemblers()
+    frontend = RouterFrontend(dispatcher, admission, words, recorder, eos, remote_prefill=remote_prefill)
     harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, spans.tracer)
     try:
         for worker in workers:
