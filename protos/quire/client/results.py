@@ -152,8 +152,8 @@ class Worker:
     """One worker as the router sees it. `state`: connected, connecting, draining, hung or mismatched.
 
     `unheld_blocks` counts blocks that are free, or cached and evictable. Where the identity of the model has groups of
-    layers, both counts are of pages. `reason` says why the router avoids a worker. `disaggregation` is prefill or decode
-    where a worker does not do all.
+    layers, both counts are of pages. `reason` says why the router avoids a worker. `disaggregation` is prefill or
+    decode where a worker does not do all.
     """
 
     worker_id: str

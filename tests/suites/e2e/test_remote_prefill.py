@@ -34,10 +34,10 @@ DECODE = ("worker-2", "worker-3")
 
 
 @asynccontextmanager
-async def simulated(folder: Path, *flags: str, router: tuple[str, ...] = ALWAYS) -> AsyncIterator[Suite]:
-    """Run two workers for prompts, and two that decode."""
-    costs = ("--kv-blocks", "2048", "--simulate", "base=4ms,prefill=200us", *PASSES, *flags)
-    options = StackOptions(model=CHECKPOINT, workers=4, prefill_workers=2, worker_flags=costs, router_flags=router)
+async def simulated(folder: Path, prefill: str = "200us") -> AsyncIterator[Suite]:
+    """Run two workers for prompts, and two that decode; a token of a prompt takes `prefill`."""
+    costs = ("--kv-blocks", "2048", "--simulate", f"base=4ms,prefill={prefill}", *PASSES)
+    options = StackOptions(model=CHECKPOINT, workers=4, prefill_workers=2, worker_flags=costs, router_flags=ALWAYS)
     async with running_suite(folder, options) as suite:
         await suite.until_connected(4)
         yield suite
@@ -57,7 +57,7 @@ def named(prompt: list[int], name: str) -> pb.GenerateRequest:
 
 async def test_prompts_pass_from_two_workers_to_two_others(tmp_path: Path) -> None:
     asked = prompts(16, 200, seed=3)
-    async with simulated(tmp_path) as suite:
+    async with simulated(tmp_path, prefill="2ms") as suite:
         status = await suite.status()
         roles = {each.worker_id: each.disaggregation for each in status.workers}
         assert roles == {"worker-0": "prefill", "worker-1": "prefill", "worker-2": "decode", "worker-3": "decode"}
