@@ -56,6 +56,10 @@ TAIL: Final = 8
 SHAPES: Final = {"small": SMALL, "128m": MEDIUM}
 _VOCABULARY: Final = 2000
 _STREAMS: Final = 4
+_FETCHES: Final = 3
+"""Of each run of the source's streams."""
+_SOME: Final = 4
+"""Tokens after which a stream of the source runs."""
 _WARM: Final = 2
 """Fetches that count for nothing: the first ones connect."""
 _PATIENCE: Final = 600.0
@@ -72,6 +76,7 @@ class Answer:
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    runs: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gaps(self, start: float, end: float) -> list[float]:
         """Return the gaps between tokens that end between two readings of time.perf_counter, without the first one."""
@@ -127,13 +132,15 @@ class Worker:
                 new = [next(sampled) for _ in range(next(counts))]
                 self._answers[handle].tokens += new
                 self._answers[handle].times += [now - self._answers[handle].began] * len(new)
+                if len(self._answers[handle].times) > _SOME:
+                    self._answers[handle].runs.set()
             for admitted in outputs.admitted:
                 self._answers[admitted.handle].cached = admitted.cached_tokens
             for end in outputs.finished:
                 self._ends[end.handle].set_result(self._answers[end.handle])
 
-    async def answer(self, tokens: Sequence[int], count: int, name: str) -> Answer:
-        """Run a greedy sequence of so many tokens to its end."""
+    async def answer(self, tokens: Sequence[int], count: int, name: str, runs: asyncio.Event | None = None) -> Answer:
+        """Run a greedy sequence of so many tokens to its end; `runs` is set once it has some."""
         handle = len(self._answers) + 1
         root = root_digest(self._identity.model_fingerprint, self._identity.tokenizer_fingerprint, BLOCK_SIZE, b"")
         digests = block_digests(root, tokens, BLOCK_SIZE)
@@ -148,7 +155,7 @@ class Worker:
             ),
         )
         self._ends[handle] = asyncio.get_running_loop().create_future()
-        self._answers[handle] = Answer(time.perf_counter())
+        self._answers[handle] = Answer(time.perf_counter(), runs=runs or asyncio.Event())
         async with self._writes:  # gRPC takes one at a time
             await self._call.write(pb.StreamRequest(submit=message))
         return await asyncio.wait_for(self._ends[handle], _PATIENCE)
@@ -265,12 +272,13 @@ def p99(gaps: Sequence[float]) -> float:
 
 async def gaps_of_source(pair: Pair, length: int, tokens: int, fetching: bool) -> list[float]:
     """Return the gaps of streams that run at the source while the destination fetches from it, or has nothing to do."""
-    prefixes = [await pair.have(length) for _ in range(3 if fetching else 0)]
+    prefixes = [await pair.have(length) for _ in range(_FETCHES if fetching else 0)]
+    all_run = [asyncio.Event() for _ in range(_STREAMS)]
     running = [
-        asyncio.create_task(pair.source.answer(pair.prompt(64), tokens, f"stream-{pair.asked}"))
-        for _ in range(_STREAMS)
+        asyncio.create_task(pair.source.answer(pair.prompt(64), tokens, f"stream-{pair.asked}", runs))
+        for runs in all_run
     ]
-    await asyncio.sleep(0.2)
+    await asyncio.gather(*(runs.wait() for runs in all_run))
     began, ended = time.perf_counter(), time.perf_counter() + _PATIENCE
     for prefix in prefixes:
         await pair.fetched(prefix)
@@ -289,7 +297,7 @@ def crossing(lengths: Sequence[int], first: Sequence[float], second: Sequence[fl
 
 async def measure(pair: Pair, lengths: Sequence[int], pairs: int) -> dict[str, float]:
     figures, fetched, computed = dict[str, float](), list[float](), list[float]()
-    await times_to_first_token(pair, lengths[0], _WARM)
+    await times_to_first_token(pair, min(512, *lengths), _WARM)
     warm = len(pair.fetches)
     for length in lengths:
         ones, others = await times_to_first_token(pair, length, pairs)
@@ -346,7 +354,7 @@ async def run(
     longest = max(lengths) + 64
     async with running(manager, shape, dtype, longest, 4 * -(-longest // BLOCK_SIZE) + 256) as pair:
         figures = await measure(pair, lengths, pairs)
-        return figures | await cost_of_source(pair, min(2048, max(lengths)), rounds)
+        return figures | (await cost_of_source(pair, min(2048, max(lengths)), rounds) if rounds else {})
 
 
 def main() -> None:
