@@ -158,7 +158,8 @@ class Worker:
         self._answers[handle] = Answer(time.perf_counter(), runs=runs or asyncio.Event())
         async with self._writes:  # gRPC takes one at a time
             await self._call.write(pb.StreamRequest(submit=message))
-        return await asyncio.wait_for(self._ends[handle], _PATIENCE)
+        async with asyncio.timeout(_PATIENCE):
+            return await self._ends[handle]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class Transfers:
     @property
     def fetch_seconds(self) -> float:
         """Seconds that fetching a block from another worker takes, as learnt; 0: none was fetched yet."""
-        return self._peer_seconds
+        return self._peer_costs.per_block
 
     @property
     def _read_seconds(self) -> float:
