@@ -311,7 +311,7 @@ async def measure(pair: Pair, lengths: Sequence[int], pairs: int) -> dict[str, f
     errors = [abs(each.expected - each.seconds) / each.seconds for each in pair.fetches[warm:] if each.expected]
     compute, _, peer = pair.destination.process.costs
     figures |= {
-        "forecast_error_p50": statistics.median(errors),
+        "forecast_error_p50": statistics.median(errors) if errors else -1.0,
         "forecasts": len(errors),
         "blocks_fetched": sum(each.blocks for each in pair.fetches),
         "compute_over_fetch_forecast": compute / peer if peer else 0.0,
@@ -340,7 +340,7 @@ async def cost_of_source(pair: Pair, length: int, rounds: int) -> dict[str, floa
 
 
 NOTES = {
-    "forecast_error_p50": "what the manager expected of a fetch beside what it took, |difference| over what it took",
+    "forecast_error_p50": "what the manager expected of a fetch beside what it took, over what it took; -1: none",
     "compute_over_fetch_forecast": "what the destination says that computing a block costs, over fetching it",
     "break_even_predicted_tokens": "length from which a fetch beats the forecast of computing; 0: always, -1: never",
     "break_even_measured_tokens": "length from which the measured TTFT is lower; 0: always, -1: never",

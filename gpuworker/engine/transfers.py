@@ -24,7 +24,9 @@ _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
 _REMEMBERED: Final = 60.0
-"""Seconds after which nobody knows what a block from a peer takes: else one slow minute would end all fetches."""
+"""Seconds after which it is forgotten that fetching is no clear gain: else one slow minute would end all fetches."""
+_FEW: Final = 16
+"""A fetch of so many blocks is to be a clear gain."""
 _MOST_MET: Final = 256
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
@@ -213,7 +215,8 @@ class Transfers:
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
-        if self._peer_costs.per_block and self._clock.monotonic() > self._learnt + _REMEMBERED:
+        dear = self._peer_costs.per_block + self._peer_costs.setup / _FEW > compute / 2
+        if dear and self._clock.monotonic() > self._learnt + _REMEMBERED:
             self._peer_costs = FetchCosts()
         costs = MoveCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
         if any(map(_differs, astuple(costs), astuple(self._costs))):

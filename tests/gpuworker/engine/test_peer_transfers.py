@@ -196,7 +196,15 @@ def test_a_fetch_that_failed_teaches_nothing(bench: Bench) -> None:
     assert bench.agent.costs[-1].peer == 1.0
 
 
-def test_after_a_minute_without_a_fetch_nobody_knows_what_a_block_takes(bench: Bench) -> None:
+def test_a_gain_is_remembered(bench: Bench) -> None:
+    bench.fetched(0.1, move(1))
+    bench.fetched(0.3, move(2))
+    bench.clock.advance(500.0)
+    bench.turn()
+    assert bench.agent.costs[-1].peer == pytest.approx(0.3)
+
+
+def test_after_a_minute_without_a_fetch_nobody_knows_that_it_takes_longer_than_computing(bench: Bench) -> None:
     """A block that took longer than computing it is not fetched: only so is it tried again."""
     bench.fetched(0.1, move(1))
     bench.fetched(9.0, move(2))
