@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from common.contracts.moves import MoveCosts
+from common.contracts.transfers import TransferCosts
 from gpuworker import main
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
 _note_costs = LeaseAgent.note_costs
 
 
-def _say_costs(agent: LeaseAgent, costs: MoveCosts) -> None:
+def _say_costs(agent: LeaseAgent, costs: TransferCosts) -> None:
     sys.stdout.write(f"COSTS {costs.compute!r} {costs.read!r} {costs.peer!r}\n")
     sys.stdout.flush()
     _note_costs(agent, costs)

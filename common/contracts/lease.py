@@ -14,7 +14,7 @@ from typing import Final, Protocol, overload
 
 from common.contracts.errors import Mismatch
 from common.contracts.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
-from common.contracts.moves import Fetched, Move, MoveCosts, MoveEnd
+from common.contracts.transfers import Fetched, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import (
     BlockHash,
     BlockId,
@@ -311,7 +311,7 @@ class Inventory:
     Where the pool has groups, `block_groups` and `block_pages` say of each block that a table or a claim names which
     group it is of, and which pages it is: as many as a block of the group has, the id first. `pool` has pages.
     `frames` has what frames of the host tier hold: a claim names a frame in place of a block, and where it stands.
-    `saved` has the same of frames on disk. Moves of an earlier session are void.
+    `saved` has the same of frames on disk. Transfers of an earlier session are void.
     """
 
     sequences: tuple[InventorySequence, ...] = ()
@@ -332,8 +332,9 @@ class Report:
     within the runway. `computed` gives computed lengths with what may cause a preemption, for the record of what that
     loses. A sequence has at most one `preempted` followed by one `finished`. `reset` confirms the order of that id; 0:
     nothing to confirm. `partials` gives the partial hashes of sealed blocks by their hashes. `copied` are sequences
-    whose copy of a part of a cached block has run. `moved` are moves that have ended, by their ids. `move_costs` are
-    levels, None when unchanged. Once `disk_closed`, no frame on disk holds anything for the rest of the session.
+    whose copy of a part of a cached block has run. `ended` are transfers that have ended, by their ids.
+    `transfer_costs` are levels, None when unchanged. Once `disk_closed`, no frame on disk holds anything for the rest
+    of the session.
 
     Where the pool has groups, `bind_groups` and `trim_groups` give the group of each entry of `bind` and `trim`.
     `bind` names the first page of a block, and `bind_pages` has the others of all bound blocks, one after the other.
@@ -357,8 +358,8 @@ class Report:
     bind_groups: tuple[int, ...] = ()
     bind_pages: tuple[BlockId, ...] = ()
     trim_groups: tuple[int, ...] = ()
-    moved: tuple[tuple[int, MoveEnd], ...] = ()
-    move_costs: MoveCosts | None = None
+    ended: tuple[tuple[int, TransferEnd], ...] = ()
+    transfer_costs: TransferCosts | None = None
     disk_closed: bool = False
 
 
@@ -451,7 +452,7 @@ class GrantBatch:
 
     `reset` is the id of a reset of the prefix cache (0: none): W claims no more what blocks hold that no table has, nor
     what frames hold. Copies between blocks and frames, `tier`, stand before those between blocks, each in list order.
-    `moves` stand behind the reset: what they name is as the copies of this batch leave it.
+    `transfers` stand behind the reset: what they name is as the copies of this batch leave it.
     """
 
     lease_target: int
@@ -462,7 +463,7 @@ class GrantBatch:
     preempt: tuple[Preempt, ...] = ()
     cancel: tuple[SequenceId, ...] = ()
     tier: tuple[TierCopy, ...] = ()
-    moves: tuple[Move, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
 
 # ---------------------------------------------------------------- the port

@@ -32,7 +32,7 @@ from common.contracts.limits import (
 )
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from common.untrusted.ids import ID_WORDS, is_id
-from common.wire import move_codec, packing
+from common.wire import packing, transfer_codec
 from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
 from common.wire.identity_codec import (
     identity_from_proto,
@@ -181,7 +181,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         message.trim_groups = bytes(report.trim_groups)
     if report.stalled is not None:
         message.stalled.sequences = packing.pack_sequences(report.stalled)
-    move_codec.pack_report(report, message)
+    transfer_codec.pack_report(report, message)
     return message
 
 
@@ -211,8 +211,8 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         _unpack_partials(message) if message.partial_of or message.partial_hashes else (),
         tuple(packing.unpack_sequences(message.copied)) if message.copied else (),
         *(_unpack_groups(message) if message.bind_groups or message.trim_groups or message.bind_pages else _NO_GROUPS),
-        move_codec.unpack_ends(message) if message.moved_ids or message.moved_ends else (),
-        move_codec.costs_from_proto(message.move_costs) if message.HasField("move_costs") else None,
+        transfer_codec.unpack_ends(message) if message.ended_ids or message.ended_ends else (),
+        transfer_codec.costs_from_proto(message.transfer_costs) if message.HasField("transfer_costs") else None,
         message.disk_closed,
     )
 
@@ -302,8 +302,8 @@ def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
         message.tier_blocks = packing.pack_blocks(each.block for each in batch.tier)
         message.tier_frames = packing.pack_blocks(each.frame for each in batch.tier)
         message.tier_loads = bytes(each.load for each in batch.tier)
-    if batch.moves:
-        move_codec.pack_moves(batch.moves, message)
+    if batch.transfers:
+        transfer_codec.pack_transfers(batch.transfers, message)
     return message
 
 
@@ -318,7 +318,7 @@ def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
         preempt=_unpack_preempts(message),
         cancel=tuple(packing.unpack_sequences(message.cancel)),
         tier=_unpack_tier(message) if message.tier_blocks or message.tier_frames or message.tier_loads else (),
-        moves=move_codec.unpack_moves(message) if message.move_ids or message.move_hashes else (),
+        transfers=transfer_codec.unpack_transfers(message) if message.transfer_ids or message.transfer_hashes else (),
     )
 
 
@@ -358,7 +358,7 @@ def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
         decision_id=message.decision_id,
         runs=tuple([tuple(packing.unpack_indexes(run)) for run in message.runs]),
         pages=tuple(packing.unpack_blocks(message.pages)),
-        fetched=move_codec.fetched_from_proto(message.fetched) if message.HasField("fetched") else None,
+        fetched=transfer_codec.fetched_from_proto(message.fetched) if message.HasField("fetched") else None,
     )
 
 

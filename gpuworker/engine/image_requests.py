@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from common.contracts.types import BlockHash
-from gpuworker.scheduling.image_moves import Image, Images
+from gpuworker.scheduling.images import Image, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
 _BYTES_A_TURN: Final = 1 << 20

@@ -13,9 +13,9 @@ from dataclasses import astuple, dataclass
 from typing import Final, Protocol
 
 from common.contracts.clock import Clock
-from common.contracts.moves import Move, MoveCosts, MoveEnd, PeerSource
+from common.contracts.transfers import PeerSource, Transfer, TransferCosts, TransferEnd
 from gpuworker.engine.fetch_costs import FetchCosts
-from gpuworker.scheduling.image_moves import Image, ImageMover, Images
+from gpuworker.scheduling.images import Image, ImageMover, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
 _BYTES_A_TURN: Final = 4 << 20
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Fetches(Protocol):
     """Fetches blocks from other workers (`gpuworker/peers/client.py`). Called from the engine's thread; never waits."""
 
-    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
+    def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
         """Fetch these blocks; each comes out of `poll` once. What nothing has come of for `patience` seconds fails."""
         ...
 
@@ -50,20 +50,20 @@ class Ended(Protocol):
     """A transfer that has ended; a fetch that is DONE has its verified image."""
 
     @property
-    def move(self) -> Move: ...
+    def transfer(self) -> Transfer: ...
 
     @property
     def image(self) -> Image | None: ...
 
     @property
-    def end(self) -> MoveEnd: ...
+    def end(self) -> TransferEnd: ...
 
 
 @dataclass(slots=True)
 class _Fetch:
     """A fetch from a peer that has not ended: `left` of its blocks are open, and `came` of them are here."""
 
-    moves: Sequence[Move]
+    transfers: Sequence[Transfer]
     began: float
     left: int
     came: int = 0
@@ -84,14 +84,14 @@ class Transfers:
         """`reset` is the id of the last reset that the disk has carried out."""
         self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
         self._a_turn = max(1, _BYTES_A_TURN // max(1, image_bytes))
-        self._reading: dict[int, Move] = {}
-        # Fetches from peers by their moves, and the sources from which one has ended: the first one has connected.
+        self._reading: dict[int, Transfer] = {}
+        # Fetches from peers by their transfers, and the sources from which one has ended: the first one has connected.
         self._fetching: dict[int, _Fetch] = {}
         self._met: set[tuple[str, bytes]] = set()
-        self._landing: deque[tuple[Move, Image]] = deque()
+        self._landing: deque[tuple[Transfer, Image]] = deque()
         self._heard = 0.0  # when a read of the disk has ended or begun last
         self._peer_costs, self._learnt = FetchCosts(), 0.0
-        self._costs = MoveCosts(0.0, 0.0)
+        self._costs = TransferCosts(0.0, 0.0)
         self._reset, self._closed = reset, False
 
     def turn(self, agent: LeaseAgent, compute_seconds: float) -> bool:
@@ -142,50 +142,50 @@ class Transfers:
 
     def _begin(self, agent: LeaseAgent) -> bool:
         reads, saves = agent.take_reads(), agent.take_saves(self._a_turn)
-        for move in reads:
-            if move.peer is None and self._mover is not None:
+        for transfer in reads:
+            if transfer.peer is None and self._mover is not None:
                 if not self._reading:
                     self._heard = self._clock.monotonic()
-                self._reading[id(move)] = move
-                self._mover.start(move)
-        for peer in dict.fromkeys(move.peer for move in reads):
+                self._reading[id(transfer)] = transfer
+                self._mover.start(transfer)
+        for peer in dict.fromkeys(transfer.peer for transfer in reads):
             if peer is not None and self._peers is not None:
-                self._fetch(peer, [move for move in reads if move.peer == peer])
-        for move in saves:
+                self._fetch(peer, [transfer for transfer in reads if transfer.peer == peer])
+        for transfer in saves:
             if self._mover is not None:
-                self._mover.start(move, self._images.take(move.source))
+                self._mover.start(transfer, self._images.take(transfer.source))
         return bool(reads or saves)
 
-    def _fetch(self, peer: PeerSource, moves: list[Move]) -> None:
+    def _fetch(self, peer: PeerSource, transfers: list[Transfer]) -> None:
         assert self._peers is not None
-        fetch = _Fetch(moves, self._clock.monotonic(), len(moves))
-        self._fetching |= {id(move): fetch for move in moves}
-        forecast = self._peer_costs.setup + self._peer_costs.per_block * len(moves)
-        self._peers.fetch(peer, moves, max(_LEAST_PATIENCE, _PATIENCE * forecast))
+        fetch = _Fetch(transfers, self._clock.monotonic(), len(transfers))
+        self._fetching |= {id(transfer): fetch for transfer in transfers}
+        forecast = self._peer_costs.setup + self._peer_costs.per_block * len(transfers)
+        self._peers.fetch(peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast))
 
     def _gather(self, agent: LeaseAgent) -> bool:
         ended = [*(self._mover.poll() if self._mover is not None else ())]
         ended += self._peers.poll() if self._peers is not None else ()
         for each in ended:
-            if each.move.peer is not None:
-                self._note_fetched(each.move, each.move.peer, each.end)
-            elif not each.move.saves:
+            if each.transfer.peer is not None:
+                self._note_fetched(each.transfer, each.transfer.peer, each.end)
+            elif not each.transfer.saves:
                 self._heard = self._clock.monotonic()
-                self._reading.pop(id(each.move), None)
-            if each.end is MoveEnd.DONE and each.image is not None:
-                self._landing.append((each.move, each.image))
+                self._reading.pop(id(each.transfer), None)
+            if each.end is TransferEnd.DONE and each.image is not None:
+                self._landing.append((each.transfer, each.image))
             else:
-                agent.end_transfer(each.move, each.end)
+                agent.end_transfer(each.transfer, each.end)
         if self._reading and self._clock.monotonic() > self._heard + self._most_patience:
             self._give_up(agent)
             return True
         return bool(ended)
 
-    def _note_fetched(self, move: Move, peer: PeerSource, end: MoveEnd) -> None:
+    def _note_fetched(self, transfer: Transfer, peer: PeerSource, end: TransferEnd) -> None:
         """Count a block that has ended; the last one of a fetch that came whole says what fetches take."""
-        fetch = self._fetching.pop(id(move))
-        fetch.left, fetch.came = fetch.left - 1, fetch.came + (end is MoveEnd.DONE)
-        if fetch.left or fetch.came < len(fetch.moves):
+        fetch = self._fetching.pop(id(transfer))
+        fetch.left, fetch.came = fetch.left - 1, fetch.came + (end is TransferEnd.DONE)
+        if fetch.left or fetch.came < len(fetch.transfers):
             return
         source, self._learnt = (peer.worker_id, peer.public_incarnation), self._clock.monotonic()
         if source not in self._met:
@@ -197,19 +197,19 @@ class Transfers:
         """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
         waited = self._clock.monotonic() - self._heard
         log.warning("the disk gave nothing for %.1f s; %d blocks are computed instead", waited, len(self._reading))
-        for move in self._reading.values():
-            agent.end_transfer(move, MoveEnd.LATE)
+        for transfer in self._reading.values():
+            agent.end_transfer(transfer, TransferEnd.LATE)
         self._reading.clear()
 
     def _land(self, agent: LeaseAgent) -> bool:
         landed = 0
         while self._landing and landed < self._a_turn:
-            move, image = self._landing[0]
-            if agent.is_open(move):
-                if not agent.may_land(move):
+            transfer, image = self._landing[0]
+            if agent.is_open(transfer):
+                if not agent.may_land(transfer):
                     break
-                self._images.land(move.target.index, image)
-                agent.end_transfer(move, MoveEnd.DONE)
+                self._images.land(transfer.target.index, image)
+                agent.end_transfer(transfer, TransferEnd.DONE)
                 landed += 1
             self._landing.popleft()
         return landed > 0
@@ -218,7 +218,7 @@ class Transfers:
         dear = self._peer_costs.per_block + self._peer_costs.setup / _FEW > compute / 2
         if dear and self._clock.monotonic() > self._learnt + _REMEMBERED:
             self._peer_costs = FetchCosts()
-        costs = MoveCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
+        costs = TransferCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
         if any(map(_differs, astuple(costs), astuple(self._costs))):
             self._costs = costs
             agent.note_costs(costs)

@@ -34,10 +34,10 @@ from typing import Final, NamedTuple
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import CachedBlock
 from common.contracts.limits import MAX_WORKER_BLOCKS
-from common.contracts.moves import Move, MoveEnd
+from common.contracts.transfers import Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId, PoolIdentity
 from gpuworker.memory.byte_plan import in_words
-from gpuworker.scheduling.image_moves import Image, MoveFailed
+from gpuworker.scheduling.images import Image, TransferFailed
 
 LAYOUT: Final = 1
 """Rises when the files change, or what the bytes of a block mean: `HostFrames` and `KvCache` have their order."""
@@ -117,9 +117,9 @@ class _Head(NamedTuple):
 class DiskFrames:
     """The frames of one worker on disk. `write` and `read` may be called by several threads at once, on other frames.
 
-    Once `_MOST_FAILURES` moves in a row have failed it is not `usable`, and every further one fails. `reset` is the id
-    of the last reset of the prefix cache that was carried out here; 0: none. A write belongs to the `generation` that
-    was the present one when it was ordered.
+    Once `_MOST_FAILURES` transfers in a row have failed it is not `usable`, and every further one fails. `reset` is the
+    id of the last reset of the prefix cache that was carried out here; 0: none. A write belongs to the `generation`
+    that was the present one when it was ordered.
     """
 
     def __init__(
@@ -201,17 +201,19 @@ class DiskFrames:
     def _is_present(self, entry: _Entry) -> bool:
         return entry.generation == self._head.generation and entry.length == self.image_bytes
 
-    # ------------------------------------------------------------ moves, on threads of their own
+    # ------------------------------------------------------------ transfers, on threads of their own
 
-    def write(self, move: Move, image: Image, generation: int | None = None) -> None:
+    def write(self, transfer: Transfer, image: Image, generation: int | None = None) -> None:
         """Save an image, as part of the generation in which that was ordered; None: the present one.
 
-        Raises MoveFailed: FAILED, and the frame holds nothing.
+        Raises TransferFailed: FAILED, and the frame holds nothing.
         """
         self._refuse_unusable()
-        frame, of = move.target.index, self.generation if generation is None else generation
+        frame, of = transfer.target.index, self.generation if generation is None else generation
         assert memoryview(image).nbytes == self.image_bytes, "an image of another worker"
-        entry = _Entry(move.hash, move.parent, move.depth, self.image_bytes, time.time_ns(), of, self._checksum(image))
+        entry = _Entry(
+            transfer.hash, transfer.parent, transfer.depth, self.image_bytes, time.time_ns(), of, self._checksum(image)
+        )
         try:
             self._put(frame, _NO_ENTRY)
             _write(self._images, image, frame * self._stride)
@@ -222,18 +224,18 @@ class DiskFrames:
             raise self._failed("written", error) from error
         self._failures = 0
 
-    def read(self, move: Move) -> bytes:
-        """Load an image, verified. Raises MoveFailed; the frame holds nothing then, or still another block.
+    def read(self, transfer: Transfer) -> bytes:
+        """Load an image, verified. Raises TransferFailed; the frame holds nothing then, or still another block.
 
         CORRUPT: the entry is of another block, or not whole, or its checksum is that of other bytes. FAILED: the file
         cannot be read.
         """
         self._refuse_unusable()
-        frame, packed = move.source.index, None
+        frame, packed = transfer.source.index, None
         try:
             packed = os.pread(self._table, ENTRY_BYTES, _entry_at(frame))
             entry = _Entry.of(packed, frame)
-            asked = (move.hash, move.parent or _NO_PARENT, move.depth)
+            asked = (transfer.hash, transfer.parent or _NO_PARENT, transfer.depth)
             fits = entry is not None and self._is_present(entry) and entry[:3] == asked
             image = _read(self._images, self.image_bytes, frame * self._stride) if fits else b""
         except OSError as error:
@@ -243,7 +245,7 @@ class DiskFrames:
         if entry is None or not image or self._checksum(image) != entry.checksum:
             if fits or entry is None:
                 self._replace(frame, packed, _NO_ENTRY)
-            raise MoveFailed(MoveEnd.CORRUPT)
+            raise TransferFailed(TransferEnd.CORRUPT)
         self._replace(frame, packed, entry._replace(last_used=time.time_ns()).packed(frame))
         return image
 
@@ -259,9 +261,9 @@ class DiskFrames:
 
     def _refuse_unusable(self) -> None:
         if not self.usable:
-            raise MoveFailed(MoveEnd.FAILED)
+            raise TransferFailed(TransferEnd.FAILED)
 
-    def _failed(self, verb: str, error: OSError) -> MoveFailed:
+    def _failed(self, verb: str, error: OSError) -> TransferFailed:
         """Count a failure, and return it."""
         with self._lock:
             self._failures += 1
@@ -269,7 +271,7 @@ class DiskFrames:
             _log.warning("a block in %s could not be %s: %s", self.folder, verb, error.strerror or error)
         if self._failures >= _MOST_FAILURES:
             self._give_up(f"{self._failures} blocks in a row could not be read or written", error)
-        return MoveFailed(MoveEnd.FAILED)
+        return TransferFailed(TransferEnd.FAILED)
 
     def _give_up(self, what: str, error: OSError) -> None:
         if self.usable:
@@ -295,7 +297,7 @@ class DiskFrames:
             self._give_up("delete that folder, a reset of the prefix cache could not be stored there", error)
 
     def close(self) -> None:
-        """Close the files, which lets another process use them; no move may be under way."""
+        """Close the files, which lets another process use them; no transfer may be under way."""
         self.usable = False
         for each in (self._images, self._table):
             os.close(each)

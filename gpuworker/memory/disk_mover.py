@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
-from common.contracts.moves import Move, MoveEnd
+from common.contracts.transfers import Transfer, TransferEnd
 from gpuworker.memory.disk_frames import DiskFrames
-from gpuworker.scheduling.image_moves import Image, MovedImage, MoveFailed
+from gpuworker.scheduling.images import EndedTransfer, Image, TransferFailed
 from gpuworker.serial_thread import SerialThread
 
 # How far each thread stands back behind those of the steps, where the system has priorities of threads.
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class DiskMover:
     """Implements `ImageMover` for the frames of a worker, which it closes at its end.
 
-    `wake` is called by a thread of the mover, whenever a move has ended.
+    `wake` is called by a thread of the mover, whenever a transfer has ended.
     """
 
     def __init__(self, disk: DiskFrames, wake: Callable[[], None]) -> None:
         self._disk, self._wake = disk, wake
-        self._ended: deque[MovedImage] = deque()
+        self._ended: deque[EndedTransfer] = deque()
         self._closed = False
         self.read_seconds = 0.0
         self._reads = SerialThread("quire-disk-read", partial(_at_priority, _READ_NICE))
@@ -42,14 +42,14 @@ class DiskMover:
     def usable(self) -> bool:
         return self._disk.usable
 
-    def start(self, move: Move, image: Image | None = None) -> None:
+    def start(self, transfer: Transfer, image: Image | None = None) -> None:
         if image is None:
-            self._reads.put(partial(self._carry_out, move, partial(self._disk.read, move)))
+            self._reads.put(partial(self._carry_out, transfer, partial(self._disk.read, transfer)))
         else:
-            write = partial(self._disk.write, move, image, self._disk.generation)
-            self._writes.put(partial(self._carry_out, move, write))
+            write = partial(self._disk.write, transfer, image, self._disk.generation)
+            self._writes.put(partial(self._carry_out, transfer, write))
 
-    def poll(self) -> list[MovedImage]:
+    def poll(self) -> list[EndedTransfer]:
         found = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -66,21 +66,21 @@ class DiskMover:
 
     # ------------------------------------------------------------ the mover's threads
 
-    def _carry_out(self, move: Move, work: Callable[[], bytes | None]) -> None:
+    def _carry_out(self, transfer: Transfer, work: Callable[[], bytes | None]) -> None:
         if self._closed:
             return
-        began, image, end = time.perf_counter(), None, MoveEnd.DONE
+        began, image, end = time.perf_counter(), None, TransferEnd.DONE
         try:
             image = work()
-        except MoveFailed as failure:
+        except TransferFailed as failure:
             end = failure.end
-        except BaseException:  # each move ends, whatever the error is
-            log.critical("move %d failed", move.id, exc_info=True)
-            end = MoveEnd.FAILED
+        except BaseException:  # each transfer ends, whatever the error is
+            log.critical("transfer %d failed", transfer.id, exc_info=True)
+            end = TransferEnd.FAILED
         took = time.perf_counter() - began
         if image is not None:
             self.read_seconds += (took - self.read_seconds) * (_SMOOTHING if self.read_seconds else 1.0)
-        self._ended.append(MovedImage(move, image, end, took))
+        self._ended.append(EndedTransfer(transfer, image, end, took))
         self._wake()
 
 

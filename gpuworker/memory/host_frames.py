@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.lease import Copy, TierCopy
-from common.contracts.moves import Medium, Place
+from common.contracts.transfers import Medium, Place
 from common.contracts.types import FrameId
 from gpuworker.memory.devices import unwritten
-from gpuworker.scheduling.image_moves import Image
+from gpuworker.scheduling.images import Image
 
 
 class HostFrames:

@@ -1,7 +1,7 @@
 """The destination's end of a fetch: images of blocks come from other workers into this process's memory.
 
 A fetcher is a thread with one connection to one source. It works on one fetch after the other, and ends when it has had
-none for a while. A fetch is one request with one token. Each of its moves ends once, whatever the source does: it
+none for a while. A fetch is one request with one token. Each of its transfers ends once, whatever the source does: it
 lands with an image whose checksum was verified here, or it has none and says why.
 
     fetch -> fetcher -> connection -> verified image -> poll (the engine's thread)
@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Protocol
 import xxhash
 
 from common.contracts.limits import MAX_PEER_ITEMS
-from common.contracts.moves import Move, MoveEnd, PeerSource
+from common.contracts.transfers import PeerSource, Transfer, TransferEnd
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import InlineInlet, RingInlet, inlet_for
 from gpuworker.peers.channel import Channel, ChannelBroken, ChannelTimedOut, Pace, words_of
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 _PROGRESS_BYTES: Final = 64 << 10
 
 
-class MovedImage(NamedTuple):
-    """A move that has ended, `seconds` after its order. With DONE it has the image, whose checksum was verified.
+class EndedTransfer(NamedTuple):
+    """A transfer that has ended, `seconds` after its order. With DONE it has the image, whose checksum was verified.
 
     STALE: the source does not have the block any more. CORRUPT: its checksum differs from what the source said.
     """
 
-    move: Move
+    transfer: Transfer
     image: bytearray | None
-    end: MoveEnd
+    end: TransferEnd
     seconds: float
 
 
@@ -70,10 +70,10 @@ class ClientLimits:
 
 @dataclass(slots=True)
 class _Fetch:
-    """One order, and what of it is still open: the position of each move that has not ended."""
+    """One order, and what of it is still open: the position of each transfer that has not ended."""
 
     source: PeerSource
-    moves: Sequence[Move]
+    transfers: Sequence[Transfer]
     patience: float
     began: float
     open: set[int]
@@ -99,7 +99,7 @@ class PeerClient:
         self._identity, self._wake, self._tls, self._insecure = identity, wake, tls, insecure
         self._host_key, self._bounds = host_key or wire.NO_HOST, bounds or ClientLimits()
         self._changed = threading.Condition()
-        self._landed: list[MovedImage] = []
+        self._landed: list[EndedTransfer] = []
         self._landed_bytes = 0
         self._images = Counter[str]()
         self._fetchers = dict[_SourceKey, _Fetcher]()
@@ -107,14 +107,14 @@ class PeerClient:
         self._failing = set[_SourceKey]()
         self._closed = False
 
-    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
-        """Fetch the blocks of these moves, at most MAX_PEER_ITEMS; each of them comes out of `poll` once.
+    def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
+        """Fetch the blocks of these transfers, at most MAX_PEER_ITEMS; each of them comes out of `poll` once.
 
         What is still open when nothing has come for `patience` seconds has FAILED.
         """
-        if not moves:
+        if not transfers:
             return
-        fetch = _Fetch(source, tuple(moves), patience, time.monotonic(), set(range(len(moves))))
+        fetch = _Fetch(source, tuple(transfers), patience, time.monotonic(), set(range(len(transfers))))
         key = _key_of(source)
         with self._changed:
             why = self._why_not(key, fetch)
@@ -123,8 +123,8 @@ class PeerClient:
         if why:
             self.fail(fetch, why)
 
-    def poll(self) -> list[MovedImage]:
-        """Return the moves that have ended since the last call. Never raises."""
+    def poll(self) -> list[EndedTransfer]:
+        """Return the transfers that have ended since the last call. Never raises."""
         with self._changed:
             found, self._landed, self._landed_bytes = self._landed, [], 0
             self._changed.notify_all()
@@ -167,18 +167,20 @@ class PeerClient:
             return "the worker ends"
         if key in self._shunned:
             return f"it timed out less than {self._bounds.shunned_seconds:g} s ago"
-        if len(fetch.moves) > MAX_PEER_ITEMS:
-            return f"{len(fetch.moves)} blocks in one fetch; expected at most {MAX_PEER_ITEMS}"
+        if len(fetch.transfers) > MAX_PEER_ITEMS:
+            return f"{len(fetch.transfers)} blocks in one fetch; expected at most {MAX_PEER_ITEMS}"
         if key not in self._fetchers and len(self._fetchers) >= self._bounds.sources:
             return f"{self._bounds.sources} other sources are asked at present"
         return ""
 
     # ------------------------------------------------------------ what fetchers ask
 
-    def land(self, fetch: _Fetch, item: int, end: MoveEnd, image: bytearray | None = None, carrier: str = "") -> None:
-        """Note how a move ended."""
+    def land(
+        self, fetch: _Fetch, item: int, end: TransferEnd, image: bytearray | None = None, carrier: str = ""
+    ) -> None:
+        """Note how a transfer ended."""
         fetch.open.discard(item)
-        moved = MovedImage(fetch.moves[item], image, end, time.monotonic() - fetch.began)
+        moved = EndedTransfer(fetch.transfers[item], image, end, time.monotonic() - fetch.began)
         size = 0 if image is None else len(image)
         with self._changed:
             if image is not None:
@@ -204,13 +206,13 @@ class PeerClient:
             log.warning(
                 "%d of %d blocks did not come from %s at %s: %s",
                 len(fetch.open),
-                len(fetch.moves),
+                len(fetch.transfers),
                 fetch.source.worker_id,
                 fetch.source.address,
                 why,
             )
         for item in sorted(fetch.open):
-            self.land(fetch, item, MoveEnd.FAILED)
+            self.land(fetch, item, TransferEnd.FAILED)
 
     def note_success(self, key: _SourceKey) -> None:
         with self._changed:
@@ -326,7 +328,7 @@ class _Fetcher:
             self._give_up(fetch, str(error))
         except (ChannelBroken, WireError) as error:
             self._give_up(fetch, str(error))
-        except BaseException:  # each move ends, whatever the error is: memory may be short
+        except BaseException:  # each transfer ends, whatever the error is: memory may be short
             log.critical("a fetch from %s failed", fetch.source.worker_id, exc_info=True)
             self._give_up(fetch, "an error of this worker")
         else:
@@ -345,7 +347,7 @@ class _Fetcher:
             except (ChannelTimedOut, _RefusedError):
                 raise
             except (ChannelBroken, WireError):
-                if len(fetch.open) < len(fetch.moves) or self._client.closed:
+                if len(fetch.open) < len(fetch.transfers) or self._client.closed:
                     raise
                 # The source closed it in that moment, or what came belongs to an earlier fetch.
             else:
@@ -387,7 +389,7 @@ class _Connection:
     def exchange(self, fetch: _Fetch, client: PeerClient) -> None:
         """Ask for all blocks of a fetch, and land what comes. Raises ChannelBroken and WireError."""
         self._requests += 1
-        source, hashes = fetch.source, tuple(move.hash for move in fetch.moves)
+        source, hashes = fetch.source, tuple(transfer.hash for transfer in fetch.transfers)
         request = Request(self._requests, source.token, source.expires, hashes)
         pace = Pace(fetch.patience, _PROGRESS_BYTES)
         self.channel.send(wire.pack_request(request), pace)
@@ -405,7 +407,7 @@ class _Connection:
     def _land_item(self, fetch: _Fetch, item: Item, pace: Pace, client: PeerClient) -> None:
         if item.item not in fetch.open:
             raise WireError("an item that was not asked for, or that was answered before")
-        if item.end is not MoveEnd.DONE:
+        if item.end is not TransferEnd.DONE:
             if item.length:
                 raise WireError("an item with an image although it is not there")
             client.land(fetch, item.item, item.end)
@@ -417,9 +419,9 @@ class _Connection:
         inlet = inlet_for(item, self._inline, self._ring)
         inlet.fetch_image(item, memoryview(image), pace)
         if xxhash.xxh3_128_digest(image) != item.digest:
-            client.land(fetch, item.item, MoveEnd.CORRUPT)
+            client.land(fetch, item.item, TransferEnd.CORRUPT)
             raise WireError("the checksum of an image differs from what came")
-        client.land(fetch, item.item, MoveEnd.DONE, image, inlet.name)
+        client.land(fetch, item.item, TransferEnd.DONE, image, inlet.name)
 
     def _take_ring(self, offer: RingOffer, pace: Pace) -> None:
         """Open the ring that the source offers; where that is not possible, images come in the connection."""

@@ -28,8 +28,8 @@ import xxhash
 
 from common.contracts import limits
 from common.contracts.errors import FieldViolation, InvalidConfig
-from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TokenScope, verify_token
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
 from common.untrusted.rare_lines import RareLines
 from gpuworker.peers import wire
@@ -415,11 +415,11 @@ class _Session:
             if content is not None and len(content) == size:
                 digest = xxhash.xxh3_128_digest(content)
                 began = time.monotonic()
-                outlet.send_image(wire.Item(request.number, item, MoveEnd.DONE, size, digest), content)
+                outlet.send_image(wire.Item(request.number, item, TransferEnd.DONE, size, digest), content)
                 self._pay(size, time.monotonic() - began)
                 sent += 1
                 continue
-            end = MoveEnd.STALE if content is None else MoveEnd.FAILED
+            end = TransferEnd.STALE if content is None else TransferEnd.FAILED
             self._channel.send(wire.pack_item(wire.Item(request.number, item, end)), self._sending)
             stale += 1
         self._server.count_images(outlet.name, sent, stale)

@@ -14,8 +14,8 @@ The destination D opens a connection to the source S. All numbers are little-end
     S  refused   2 u8 | refusal u8 | 0 u16 | request u32 | 0 u32 | 0 u32 | 0 16
     S  ring      3 u8 | 0 u8 | slots u16 | 0 u32 | bytes of a slot u32 | 0 u32 | name 16
 
-`end` is a MoveEnd. An image follows its head where `slot` is NO_SLOT; else it lies in that slot of S's ring in shared
-memory (`carriers.py`). Incarnations are the public ones. Nothing here does I/O.
+`end` is a TransferEnd. An image follows its head where `slot` is NO_SLOT; else it lies in that slot of S's ring in
+shared memory (`carriers.py`). Incarnations are the public ones. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from enum import IntEnum
 from typing import Final
 
 from common.contracts.limits import MAX_ID_CHARS, MAX_PEER_IMAGE_BYTES, MAX_PEER_ITEMS
-from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TOKEN_BYTES
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
 from common.untrusted.ids import is_id
 
@@ -161,7 +161,7 @@ class Item:
 
     request: int
     item: int
-    end: MoveEnd
+    end: TransferEnd
     length: int = 0
     digest: bytes = bytes(DIGEST_BYTES)
     slot: int = NO_SLOT
@@ -320,7 +320,7 @@ def unpack_answer(content: bytes) -> Item | Refused | RingOffer:
             raise WireError(f"an item with the end {end}")
         if length > MAX_PEER_IMAGE_BYTES:
             raise WireError(f"an image of {length} bytes; expected at most {MAX_PEER_IMAGE_BYTES}")
-        return Item(request, item, MoveEnd(end), length, digest, slot)
+        return Item(request, item, TransferEnd(end), length, digest, slot)
     if kind == ServerKind.REFUSED:
         return Refused(request, _refusal(end))
     if kind == ServerKind.RING:
@@ -330,7 +330,7 @@ def unpack_answer(content: bytes) -> Item | Refused | RingOffer:
 
 # ---------------------------------------------------------------- parts
 
-_ENDS: Final = frozenset(map(int, MoveEnd))
+_ENDS: Final = frozenset(map(int, TransferEnd))
 _REFUSALS: Final = frozenset(map(int, Refusal))
 
 

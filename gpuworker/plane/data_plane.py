@@ -23,7 +23,7 @@ from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
 from gpuworker.memory.disk_frames import DiskFrames, images_made_of, open_for_worker, size_of
 from gpuworker.scheduling.batch_plan import StepRunner
 from gpuworker.scheduling.drafting import DraftModel, NewDrafter, NgramDrafter
-from gpuworker.scheduling.image_moves import Images
+from gpuworker.scheduling.images import Images
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

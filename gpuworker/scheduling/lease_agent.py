@@ -28,7 +28,7 @@ from common.contracts.lease import (
     blocks_needed,
     unread_blocks,
 )
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import (
     TRIMMED,
     BlockHash,
@@ -162,8 +162,8 @@ class LeaseAgent:
         self._copies += batch.copy
         if batch.reset:
             self._reset_cache(batch.reset)
-        if batch.moves:
-            self._order_transfers(batch.moves)
+        if batch.transfers:
+            self._order_transfers(batch.transfers)
         planned = self._next_step - 1
         preempting = tuple([order for order in batch.preempt if self._departures.preempt(order.sequence, planned)])
         for sequence in batch.cancel:
@@ -308,29 +308,29 @@ class LeaseAgent:
         """What the disk has, for an agent that follows this one."""
         return self._transfers.claims()
 
-    def _order_transfers(self, moves: Items[Move]) -> None:
+    def _order_transfers(self, moves: Items[Transfer]) -> None:
         self._transfers.apply(moves, self._frames)
         self._fail_transfers()
 
     def _fail_transfers(self) -> None:
         """End what is ordered of a disk that was given up."""
         for move in self._transfers.take_failed():
-            self.end_transfer(move, MoveEnd.FAILED)
+            self.end_transfer(move, TransferEnd.FAILED)
 
-    def take_reads(self) -> list[Move]:
+    def take_reads(self) -> list[Transfer]:
         """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers."""
         return self._transfers.take_reads()
 
-    def take_saves(self, most: int) -> list[Move]:
+    def take_saves(self, most: int) -> list[Transfer]:
         """Return saves whose images are to be taken now, before anything else; `most` at once."""
         copies = self._copies_under_way() if self._transfers.open else []
         ready, stale = self._transfers.take_saves(self._blocks, self._frames, copies, most)
         self._transfer_waits = self._transfers.waits_to_take
         for move in stale:
-            self.end_transfer(move, MoveEnd.STALE)
+            self.end_transfer(move, TransferEnd.STALE)
         return ready
 
-    def may_land(self, move: Move) -> bool:
+    def may_land(self, move: Transfer) -> bool:
         """Return whether the image of an open fetch may be put into its frame now; else it may once a step is over."""
         may = self._transfers.may_land(move, self._copies_under_way())
         self._transfer_waits |= not may
@@ -349,14 +349,14 @@ class LeaseAgent:
             found.append(next((place for place in places if place not in filled), None))
         return found
 
-    def is_open(self, move: Move) -> bool:
+    def is_open(self, move: Transfer) -> bool:
         """Return whether a transfer counts; what comes of one that is void is dropped."""
         return self._transfers.is_open(move)
 
-    def end_transfer(self, move: Move, end: MoveEnd) -> None:
+    def end_transfer(self, move: Transfer, end: TransferEnd) -> None:
         """Account for the end of a transfer, and report it unless it is void."""
         if self._transfers.end(move, end, self._frames, self._next_step - 1):
-            self._report.moved(move.id, end, urgent=not move.saves)
+            self._report.ended(move.id, end, urgent=not move.saves)
 
     def close_disk(self) -> None:
         """Give up the disk: every transfer of it fails, and no frame on it holds anything."""
@@ -364,7 +364,7 @@ class LeaseAgent:
         self._fail_transfers()
         self._report.disk_closed()
 
-    def note_costs(self, costs: MoveCosts) -> None:
+    def note_costs(self, costs: TransferCosts) -> None:
         """Let the next report say what a block costs, if that is not what was said."""
         self._report.costs = costs
 
@@ -704,9 +704,9 @@ class GrantApplier:
         Raises ProtocolViolation, with nothing applied, as `check_grants` does, and where a transfer is impossible.
         """
         check_grants(batch, self._blocks, self._sequences, self._block_size, self._window, self._groups, self._frames)
-        if batch.moves:
+        if batch.transfers:
             sizes = len(self._blocks.fill), self._frames.num_frames
-            self._transfers.check(batch.moves, *sizes, anew=bool(batch.reset))
+            self._transfers.check(batch.transfers, *sizes, anew=bool(batch.reset))
         self._frames.apply(batch.tier, self._blocks)
         for copy in batch.copy:
             slots = copy.length % self._block_size or self._block_size

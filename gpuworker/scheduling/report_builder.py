@@ -10,7 +10,7 @@ from enum import Enum
 
 from common.contracts.hashing import KEY_BYTES
 from common.contracts.lease import Report, Reserve
-from common.contracts.moves import MoveCosts, MoveEnd
+from common.contracts.transfers import TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan
 
@@ -36,7 +36,7 @@ class ReportBuilder:
     def __init__(self) -> None:
         self.state = SessionState.DETACHED
         self.stalled: tuple[SequenceId, ...] = ()
-        self.costs: MoveCosts | None = None
+        self.costs: TransferCosts | None = None
         self._step = 0
         self._completed: StepPlan | None = None
         self.discard()
@@ -51,7 +51,7 @@ class ReportBuilder:
         self._told_stalled: tuple[SequenceId, ...] | None = None
         self._told_want: int | None = None
         self._told_computed = -COMPUTED_EVERY
-        self._told_costs: MoveCosts | None = None
+        self._told_costs: TransferCosts | None = None
         self._applied = self._disk_closed = False
 
     def _clear_columns(self) -> None:
@@ -68,7 +68,7 @@ class ReportBuilder:
         self._reset = 0
         self._partials: list[tuple[BlockHash, tuple[BlockHash, ...]]] = []
         self._copied: list[SequenceId] = []
-        self._moved: list[tuple[int, MoveEnd]] = []
+        self._ended: list[tuple[int, TransferEnd]] = []
         self._awaited = False
 
     def reserve(self, reserve: Reserve) -> None:
@@ -128,10 +128,10 @@ class ReportBuilder:
         if self.recording:
             self._reset = number
 
-    def moved(self, transfer: int, end: MoveEnd, urgent: bool) -> None:
+    def ended(self, transfer: int, end: TransferEnd, urgent: bool) -> None:
         """Record that a transfer has ended; with `urgent`, sequences may wait for it."""
         if self.recording:
-            self._moved.append((transfer, end))
+            self._ended.append((transfer, end))
             self._awaited |= urgent
 
     def disk_closed(self) -> None:
@@ -196,8 +196,8 @@ class ReportBuilder:
             bind_groups=tuple(self._bind_groups),
             bind_pages=tuple(self._bind_pages),
             trim_groups=tuple([group for _, group in self._run_trim]) if self._run_trim else (),
-            moved=tuple(self._moved),
-            move_costs=self.costs if self.costs != self._told_costs else None,
+            ended=tuple(self._ended),
+            transfer_costs=self.costs if self.costs != self._told_costs else None,
             disk_closed=self._disk_closed,
         )
         self._clear_columns()
@@ -245,6 +245,6 @@ class ReportBuilder:
             or self._run_trim
             or self._reset
             or self._copied
-            or self._moved
+            or self._ended
             or self._disk_closed
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from common.contracts.hashing import PARTIAL_HASHES, block_hash_of, little_endian_int32, next_digest, partial_hashes
 from common.contracts.lease import Reserve, RetainedBlocks
-from common.contracts.moves import FROM_DISK
+from common.contracts.transfers import FROM_DISK
 from common.contracts.types import (
     TRIMMED,
     BlockHash,

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Items
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlock, Copy, TierCopy
-from common.contracts.moves import Medium, Move, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferEnd
 from common.contracts.types import FrameId
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.frame_claims import FrameClaims
@@ -33,21 +33,21 @@ class TransferBook:
         # Whether the disk is given up: the manager may order something before it hears of that.
         self.closed = False
         self.saved: dict[FrameId, Content] = {}
-        self.open: dict[int, Move] = {}
+        self.open: dict[int, Transfer] = {}
         # Fetches that are to be read, and saves whose image is to be taken, in the order in which they were ordered.
-        self._to_read: list[Move] = []
-        self._to_take: deque[Move] = deque()
+        self._to_read: list[Transfer] = []
+        self._to_take: deque[Transfer] = deque()
 
     # ------------------------------------------------------------ orders
 
-    def check(self, moves: Items[Move], num_blocks: int, host_frames: int, anew: bool = False) -> None:
+    def check(self, transfers: Items[Transfer], num_blocks: int, host_frames: int, anew: bool = False) -> None:
         """Raise ProtocolViolation when a transfer names a place that there is not, or one that another one fills.
 
         With `anew` the batch has voided all earlier ones.
         """
         sizes = {Medium.BLOCK: num_blocks, Medium.HOST: host_frames, Medium.DISK: self.disk_frames}
         filled = set() if anew else {each.target for each in self.open.values()}
-        for each in moves:
+        for each in transfers:
             if each.peer is not None and not self.has_peers:
                 raise ProtocolViolation(f"transfer {each.id} comes from a peer; this worker asks none")
             for place in (each.target,) if each.peer is not None else (each.source, each.target):
@@ -58,9 +58,9 @@ class TransferBook:
                 raise ProtocolViolation(f"transfer {each.id} goes where another one goes that has not ended")
             filled.add(each.target)
 
-    def apply(self, moves: Items[Move], frames: FrameClaims) -> None:
+    def apply(self, transfers: Items[Transfer], frames: FrameClaims) -> None:
         """Take over transfers that were checked; their targets hold nothing from now on."""
-        for each in moves:
+        for each in transfers:
             self.open[each.id] = each
             if each.saves:
                 self.saved.pop(each.target.index, None)
@@ -71,54 +71,54 @@ class TransferBook:
 
     # ------------------------------------------------------------ the engine's turn
 
-    def take_reads(self) -> list[Move]:
+    def take_reads(self) -> list[Transfer]:
         """Return the fetches that are to be read, from disk or from peers."""
         taken, self._to_read = self._to_read, []
         return taken
 
     def take_saves(
         self, blocks: BlockStates, frames: FrameClaims, copies: Iterable[Copy | TierCopy], most: int
-    ) -> tuple[list[Move], list[Move]]:
+    ) -> tuple[list[Transfer], list[Transfer]]:
         """Return saves whose image can be taken now, `most` at once, and those whose source holds something else.
 
         `copies` are those that wait or run. A save whose source one of them fills waits, and so do all behind it.
         """
-        ready, stale = list[Move](), list[Move]()
+        ready, stale = list[Transfer](), list[Transfer]()
         filled = filled_by(copies) if self._to_take else frozenset()
         while self._to_take and len(ready) < most and self._to_take[0].source not in filled:
-            move = self._to_take.popleft()
-            content = _content_at(move.source, blocks, frames)
-            whole = content is not None and (content.hash, content.depth) == (move.hash, move.depth)
-            (ready if whole else stale).append(move)
+            transfer = self._to_take.popleft()
+            content = _content_at(transfer.source, blocks, frames)
+            whole = content is not None and (content.hash, content.depth) == (transfer.hash, transfer.depth)
+            (ready if whole else stale).append(transfer)
         return ready, stale
 
     @property
     def waits_to_take(self) -> bool:
         return bool(self._to_take)
 
-    def may_land(self, move: Move, copies: Iterable[Copy | TierCopy]) -> bool:
+    def may_land(self, transfer: Transfer, copies: Iterable[Copy | TierCopy]) -> bool:
         """Return whether no copy that waits or runs touches the frame that a fetch is to fill."""
-        return all(move.target not in ends for ends in map(_ends, copies))
+        return all(transfer.target not in ends for ends in map(_ends, copies))
 
-    def is_open(self, move: Move) -> bool:
+    def is_open(self, transfer: Transfer) -> bool:
         """Return whether a transfer counts: it has not ended, and is not void."""
-        return self.open.get(move.id) is move
+        return self.open.get(transfer.id) is transfer
 
-    def end(self, move: Move, end: MoveEnd, frames: FrameClaims, step: int) -> bool:
+    def end(self, transfer: Transfer, end: TransferEnd, frames: FrameClaims, step: int) -> bool:
         """Account for a transfer that has ended; return whether it was open.
 
         What could not be read is on disk no more, even if the transfer was void.
         """
-        if end in (MoveEnd.CORRUPT, MoveEnd.FAILED) and move.source.medium is Medium.DISK:
-            held = self.saved.get(move.source.index)
-            if held is not None and held.hash == move.hash:
-                del self.saved[move.source.index]
-        if not self.is_open(move):
+        if end in (TransferEnd.CORRUPT, TransferEnd.FAILED) and transfer.source.medium is Medium.DISK:
+            held = self.saved.get(transfer.source.index)
+            if held is not None and held.hash == transfer.hash:
+                del self.saved[transfer.source.index]
+        if not self.is_open(transfer):
             return False
-        del self.open[move.id]
-        if end is MoveEnd.DONE:
-            content = Content(move.hash, move.parent or None, move.depth, step)
-            (self.saved if move.saves else frames.held)[move.target.index] = content
+        del self.open[transfer.id]
+        if end is TransferEnd.DONE:
+            content = Content(transfer.hash, transfer.parent or None, transfer.depth, step)
+            (self.saved if transfer.saves else frames.held)[transfer.target.index] = content
         return True
 
     # ------------------------------------------------------------ sessions
@@ -138,13 +138,13 @@ class TransferBook:
         self.closed = True
         self.forget_saved()
 
-    def take_failed(self) -> list[Move]:
+    def take_failed(self) -> list[Transfer]:
         """Return what is open of a disk that was given up; nothing of it is begun any more."""
         if not self.closed:
             return []
-        self._to_read = [move for move in self._to_read if move.peer is not None]
+        self._to_read = [transfer for transfer in self._to_read if transfer.peer is not None]
         self._to_take.clear()
-        return [move for move in self.open.values() if move.peer is None]
+        return [transfer for transfer in self.open.values() if transfer.peer is None]
 
     def restore(self, claims: Iterable[CachedBlock]) -> None:
         """Take over what frames on disk hold from an earlier process."""

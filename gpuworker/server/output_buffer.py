@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from common.contracts.hashing import little_endian_int32
 from common.contracts.lease import Admit
 from common.contracts.limits import MAX_OUTPUT_MESSAGE_BYTES
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto

@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer
 
 from common.contracts.errors import QuireError
 from common.contracts.lease import Admit
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import FinishReason
 from common.rpc.status import code_of
 from common.telemetry import traceparent_of

@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from common.contracts.lease import Copy, TierCopy, unread_blocks
-from common.contracts.moves import Medium, Place
+from common.contracts.transfers import Medium, Place
 from common.contracts.types import BlockId, FrameId, KvGroup, KvGroupKind, SequenceId
 from gpuworker.memory.layout import attending_groups, state_group
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
-from gpuworker.scheduling.image_moves import Image
+from gpuworker.scheduling.images import Image
 
 _ONE_GROUP = (KvGroup(KvGroupKind.FULL, 0, 1, ()),)
 _NOTHING = -1  # what a place holds before its sequence's first row

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.contracts.errors import QuireError, Unavailable
-from common.contracts.moves import PeerSource
+from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts.slots import Loss, NoSlot
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from common.contracts.lease import Reserve, blocks_needed, held_blocks
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
 
@@ -28,12 +28,12 @@ class Fetch:
     forecast: float = 0.0
     landed: int = 0
     seconds: float = 0.0
-    failed: dict[MoveEnd, int] = field(default_factory=dict)
+    failed: dict[TransferEnd, int] = field(default_factory=dict)
 
-    def note_end(self, number: int, end: MoveEnd) -> None:
+    def note_end(self, number: int, end: TransferEnd) -> None:
         """Note that a transfer has ended."""
         self.open.remove(number)
-        if end is MoveEnd.DONE:
+        if end is TransferEnd.DONE:
             self.landed += 1
         else:
             self.failed[end] = self.failed.get(end, 0) + 1
@@ -78,7 +78,7 @@ class Run:
         return 0 if self.checkpoints else max(0, min(max_blocks - len(self.table), self.most - self.held))
 
     def move_tail(self, place: int) -> None:
-        """Move the last block to a place behind its own."""
+        """Transfer the last block to a place behind its own."""
         self.table[-1:] = [*[TRIMMED] * (place + 1 - len(self.table)), self.table[-1]]
 
     def empty(self) -> None:

@@ -6,7 +6,7 @@ import heapq
 from typing import Final
 
 from common.contracts.lease import FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -26,10 +26,10 @@ from kvmanager.ledger.partial_copy import PartialCopy
 from kvmanager.ledger.sequence_table import SequenceTable
 
 _FAILED: Final = {
-    MoveEnd.STALE: "had left by then",
-    MoveEnd.CORRUPT: "failed their checksum",
-    MoveEnd.FAILED: "could not be read",
-    MoveEnd.LATE: "did not come in time",
+    TransferEnd.STALE: "had left by then",
+    TransferEnd.CORRUPT: "failed their checksum",
+    TransferEnd.FAILED: "could not be read",
+    TransferEnd.LATE: "did not come in time",
 }
 _PASSES: Final = "passes one that lacks blocks"
 _REQUESTS: Final = 8

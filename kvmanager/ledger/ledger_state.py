@@ -23,7 +23,7 @@ from typing import Literal
 from common.contracts.clock import Clock
 from common.contracts.hashing import PARTIAL_HASHES
 from common.contracts.lease import TierCopy, blocks_needed
-from common.contracts.moves import MoveCosts
+from common.contracts.transfers import TransferCosts
 from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
 from kvmanager.cache.frame_tier import Taken
 from kvmanager.contracts.block import ROOT
@@ -294,7 +294,7 @@ class WorkerView:
     last_sent_target: int | None = NEVER_SENT
     refused: list[SequenceId] = field(default_factory=list)
     resets: ResetOrder = field(default_factory=ResetOrder)
-    costs: MoveCosts | None = None
+    costs: TransferCosts | None = None
 
     def count_steps(self, step: int) -> None:
         """Count the worker's steps up to the one that a report names."""

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 from common.contracts.clock import Clock
 from common.contracts.lease import Attach, public_incarnation
-from common.contracts.moves import PeerSource
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
+from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
 
 TOKEN_SECONDS: Final = 600

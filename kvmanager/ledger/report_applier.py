@@ -29,8 +29,8 @@ def apply_report(state: LedgerState, report: Report) -> None:
             apply_entries(state, entries)
     if report.disk_closed:
         transfers.close_disk(state)
-    if report.move_costs is not None:
-        state.worker.costs = report.move_costs
+    if report.transfer_costs is not None:
+        state.worker.costs = report.transfer_costs
     if report.stalled is not None:
         note_stalled(state, report.stalled)
     state.worker.lease_want = report.lease_want
@@ -217,7 +217,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
     (attrgetter("partials"), index_partial_hashes),
     (attrgetter("copied"), release_copy_sources),
     (attrgetter("trim"), trim_tables),
-    (attrgetter("moved"), transfers.end_transfers),
+    (attrgetter("ended"), transfers.end_transfers),
     (attrgetter("returned"), take_back_blocks),
     (attrgetter("preempted"), requeue_preempted),
     (attrgetter("finished"), finish_sequences),
@@ -308,7 +308,7 @@ def _parent_to_seal(state: LedgerState, block: BlockId, block_hash: BlockHash) -
 
 
 def _follow_tail(state: LedgerState, block: BlockId, block_hash: BlockHash) -> bool:
-    """Move the tail of a sequence to the place of the content that it is sealed with; return whether it was one."""
+    """Transfer the tail of a sequence to the place of the content that it is sealed with; return whether it was one."""
     blocks = state.store.blocks
     owner, place = state.sequences.live.get(blocks.owner[block]), blocks.index[block]
     run = owner.runs[blocks.group[block] - 1] if owner is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.contracts.moves import Move
+from common.contracts.transfers import Transfer
 from common.contracts.types import BlockHash, SequenceId
 
 
@@ -19,8 +19,8 @@ class TransferTable:
         """Ids go on behind those of the table `after`, in whose session nothing of it is known any more."""
         self._last: int = after._last if after is not None else 0
         self.closed: bool = after is not None and after.closed
-        self.orders: list[Move] = []
-        self.open: dict[int, Move] = {}
+        self.orders: list[Transfer] = []
+        self.open: dict[int, Transfer] = {}
         self.fetching: dict[BlockHash, int] = {}
         self.waiting: dict[int, list[SequenceId]] = {}
         self.to_save: dict[BlockHash, None] = {}
@@ -30,25 +30,25 @@ class TransferTable:
         self._last += 1
         return self._last
 
-    def order(self, move: Move) -> int:
+    def order(self, transfer: Transfer) -> int:
         """Put a transfer into the next batch; return its id."""
-        self.orders.append(move)
-        self.open[move.id] = move
-        if move.saves:
+        self.orders.append(transfer)
+        self.open[transfer.id] = transfer
+        if transfer.saves:
             self.saves += 1
         else:
-            self.fetching[move.hash] = move.id
-        return move.id
+            self.fetching[transfer.hash] = transfer.id
+        return transfer.id
 
-    def take_orders(self) -> tuple[Move, ...]:
+    def take_orders(self) -> tuple[Transfer, ...]:
         """Return the transfers for the next batch, in their order."""
         taken, self.orders = tuple(self.orders), []
         return taken
 
     def forget_saves(self) -> None:
         """Forget all saves: nothing is on disk any more."""
-        self.open = {number: move for number, move in self.open.items() if not move.saves}
-        self.orders = [move for move in self.orders if not move.saves]
+        self.open = {number: transfer for number, transfer in self.open.items() if not transfer.saves}
+        self.orders = [transfer for transfer in self.orders if not transfer.saves]
         self.to_save.clear()
         self.saves = 0
 

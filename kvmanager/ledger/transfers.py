@@ -16,7 +16,16 @@ from dataclasses import replace
 from statistics import mode
 from typing import Final, NamedTuple
 
-from common.contracts.moves import FROM_DISK, FROM_PEER, Fetched, Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.transfers import (
+    FROM_DISK,
+    FROM_PEER,
+    Fetched,
+    Medium,
+    Place,
+    Transfer,
+    TransferCosts,
+    TransferEnd,
+)
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
 from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.contracts.block import ROOT
@@ -36,14 +45,14 @@ MARGIN: Final = 0.9
 """A fetch must take less than this share of the time that computing would take."""
 
 
-def fetch_seconds(costs: MoveCosts | None, blocks: int, from_peer: bool = False) -> float:
+def fetch_seconds(costs: TransferCosts | None, blocks: int, from_peer: bool = False) -> float:
     """Return what fetching so many blocks is expected to take; 0: not known."""
     if costs is None:
         return 0.0
     return costs.peer_setup + costs.peer * blocks if from_peer else costs.read * blocks
 
 
-def fetch_pays(costs: MoveCosts | None, blocks: int, from_peer: bool = False) -> bool:
+def fetch_pays(costs: TransferCosts | None, blocks: int, from_peer: bool = False) -> bool:
     """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown."""
     fetch = fetch_seconds(costs, blocks, from_peer)
     return costs is None or not costs.compute or not fetch or fetch < MARGIN * costs.compute * blocks
@@ -184,7 +193,7 @@ def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -
     """Order what is to be fetched of a run, as far as frames can be had; return the ids of all its transfers."""
     store, transfers = state.store, state.transfers
     assert store.tier is not None
-    awaited, moves = list[int](), list[Move]()
+    awaited, orders = list[int](), list[Transfer]()
     for place, frame in enumerate(run.frames, run.first):
         if frame == _FETCHING:
             awaited.append(transfers.fetching[hashes[place]])
@@ -196,11 +205,11 @@ def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -
         if frame != _AT_PEER and store.disk is not None:
             store.disk.hold([frame])
         ends = FROM_PEER if frame == _AT_PEER else Place(Medium.DISK, frame), Place(Medium.HOST, taken.frame)
-        moves.append(Move(transfers.next_id(), hashes[place], parent, place, *ends))
-    if run.peer is not None and moves:
-        peer = run.peer.serve([each.hash for each in moves])
-        moves = [replace(each, peer=peer) for each in moves]
-    return awaited + [transfers.order(each) for each in moves]
+        orders.append(Transfer(transfers.next_id(), hashes[place], parent, place, *ends))
+    if run.peer is not None and orders:
+        peer = run.peer.serve([each.hash for each in orders])
+        orders = [replace(each, peer=peer) for each in orders]
+    return awaited + [transfers.order(each) for each in orders]
 
 
 def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bool:
@@ -274,7 +283,7 @@ def _save(state: LedgerState, disk: FrameTier, block_hash: BlockHash) -> None:
     if taken is None:
         state.totals.unsaved += 1
         return
-    transfers.order(Move(transfers.next_id(), block_hash, parent, depth, source, Place(Medium.DISK, taken.frame)))
+    transfers.order(Transfer(transfers.next_id(), block_hash, parent, depth, source, Place(Medium.DISK, taken.frame)))
 
 
 def _find_source(state: LedgerState, block_hash: BlockHash) -> tuple[Place, BlockHash, int] | None:
@@ -292,23 +301,23 @@ def _find_source(state: LedgerState, block_hash: BlockHash) -> tuple[Place, Bloc
 # ------------------------------------------------------------ ends
 
 
-def end_transfers(state: LedgerState, ended: Iterable[tuple[int, MoveEnd]]) -> None:
+def end_transfers(state: LedgerState, ended: Iterable[tuple[int, TransferEnd]]) -> None:
     """Account for transfers that have ended; those of which nothing is known were void."""
     transfers = state.transfers
     for number, end in ended:
-        move = transfers.open.pop(number, None)
-        if move is None:
+        transfer = transfers.open.pop(number, None)
+        if transfer is None:
             continue
         state.totals.transfer_ends[end.name] = state.totals.transfer_ends.get(end.name, 0) + 1
-        if move.saves:
-            _end_save(state, move, end)
+        if transfer.saves:
+            _end_save(state, transfer, end)
         else:
-            _end_fetch(state, move, end)
+            _end_fetch(state, transfer, end)
         for waiting in transfers.waiting.pop(number, ()):
             _note_end(state, state.sequences.live[waiting], number, end)
 
 
-def _note_end(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd) -> None:
+def _note_end(state: LedgerState, sequence: Sequence, number: int, end: TransferEnd) -> None:
     """Queue a sequence again once the last transfer that it waits for has ended."""
     fetch = sequence.fetch
     assert fetch is not None, "a sequence that waits for transfers has a fetch"
@@ -319,44 +328,44 @@ def _note_end(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd)
         state.sequences.queue.add_sequence(sequence)
 
 
-def _end_fetch(state: LedgerState, move: Move, end: MoveEnd) -> None:
+def _end_fetch(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
     store, cache = state.store, state.store.cache
     assert store.tier is not None
-    del state.transfers.fetching[move.hash]
-    if move.peer is None and store.disk is not None:
-        _end_read(state, store.disk, move, end)
-    if end is MoveEnd.DONE and _may_enter(state, store.tier, move):
-        cache.note_arrived(store.tier, move.hash)
-        state.totals.disk_loads += move.peer is None
-        state.totals.peer_loads += move.peer is not None
+    del state.transfers.fetching[transfer.hash]
+    if transfer.peer is None and store.disk is not None:
+        _end_read(state, store.disk, transfer, end)
+    if end is TransferEnd.DONE and _may_enter(state, store.tier, transfer):
+        cache.note_arrived(store.tier, transfer.hash)
+        state.totals.disk_loads += transfer.peer is None
+        state.totals.peer_loads += transfer.peer is not None
     else:
-        store.tier.abandon(move.hash)
+        store.tier.abandon(transfer.hash)
 
 
-def _end_read(state: LedgerState, disk: FrameTier, move: Move, end: MoveEnd) -> None:
+def _end_read(state: LedgerState, disk: FrameTier, transfer: Transfer, end: TransferEnd) -> None:
     """Let a frame on disk go that was read. One that could not be read holds nothing, so nothing behind it counts."""
-    if disk.end_read(move.source.index, move.hash) and end in (MoveEnd.CORRUPT, MoveEnd.FAILED):
-        state.totals.disk_lost += state.store.cache.drop_tree(disk, move.hash)
+    if disk.end_read(transfer.source.index, transfer.hash) and end in (TransferEnd.CORRUPT, TransferEnd.FAILED):
+        state.totals.disk_lost += state.store.cache.drop_tree(disk, transfer.hash)
 
 
-def _end_save(state: LedgerState, move: Move, end: MoveEnd) -> None:
+def _end_save(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
     disk = state.store.disk
     assert disk is not None
     state.transfers.saves -= 1
-    if end is MoveEnd.DONE and _may_enter(state, disk, move):
-        state.store.cache.note_arrived(disk, move.hash)
+    if end is TransferEnd.DONE and _may_enter(state, disk, transfer):
+        state.store.cache.note_arrived(disk, transfer.hash)
         state.totals.disk_stores += 1
     else:
-        disk.abandon(move.hash)
+        disk.abandon(transfer.hash)
 
 
-def _may_enter(state: LedgerState, tier: FrameTier, move: Move) -> bool:
+def _may_enter(state: LedgerState, tier: FrameTier, transfer: Transfer) -> bool:
     """Return whether what a transfer has brought has its parent before it, and no other content its hash."""
     cache = state.store.cache
-    if move.hash in tier.entries or cache.is_ambiguous(move.hash, move.parent, move.depth):
+    if transfer.hash in tier.entries or cache.is_ambiguous(transfer.hash, transfer.parent, transfer.depth):
         return False
-    above = tier is state.store.tier and move.parent in cache.entries
-    return not move.parent or above or move.parent in tier.entries
+    above = tier is state.store.tier and transfer.parent in cache.entries
+    return not transfer.parent or above or transfer.parent in tier.entries
 
 
 def void_all(state: LedgerState) -> None:

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import KvGroup
 from kvmanager.contracts.counts import PoolCounts, Totals
 from kvmanager.ledger.past_totals import added
@@ -249,6 +249,6 @@ def _totals(accounts: dict[str, Totals], block_size: int) -> Iterator[Metric]:
         labels=("worker", "end"),
     )
     for worker, totals in accounts.items():
-        for end in MoveEnd:
+        for end in TransferEnd:
             ends.add_metric((worker, end.name.lower()), totals.transfer_ends.get(end.name, 0))
     yield ends

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.contracts.moves import FROM_DISK, Fetched
+from common.contracts.transfers import FROM_DISK, Fetched
 from common.contracts.types import FinishReason, Usage
 from router.contracts.events import Finished, Timings, Tokens, ValidatedRequest
 from router.contracts.ports import TextAssembler

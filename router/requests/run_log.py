@@ -9,7 +9,7 @@ from typing import Final
 from common.contracts.clock import Clock
 from common.contracts.errors import Cancelled, DeadlineExceeded, QuireError
 from common.contracts.hashing import little_endian_int32
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import FinishReason, PoolIdentity
 from common.process.standstill import Standstill
 from router.contracts.events import Finished, ValidatedRequest

@@ -15,7 +15,7 @@ from google.rpc import status_pb2
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import little_endian_int32
 from common.contracts.lease import RetainedTokens
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import (
     BlockHash,
     FinishReason,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.contracts.errors import QuireError
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
 from router.workers.suspicion import Breakdown
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.attack import wire as garbage
-from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TokenScope, make_token
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import host_key
 from gpuworker.peers.channel import Channel, ChannelBroken, Pace
-from gpuworker.peers.client import MovedImage
+from gpuworker.peers.client import EndedTransfer
 from gpuworker.peers.server import PeerServer, ServerLimits
 from gpuworker.peers.wire import Hello, Item, Refusal, Refused, Request, RingOffer, RingReply, Welcome
 from tests.fuzz.harness import ANY, PATIENCE, again_and_again
@@ -96,7 +96,7 @@ def test_whatever_comes_costs_its_connection_alone() -> None:
 
         def send_and_check() -> None:
             send_any()
-            assert honest.fetched(server.port, hashes_of(3)) == [MoveEnd.DONE] * 3
+            assert honest.fetched(server.port, hashes_of(3)) == [TransferEnd.DONE] * 3
             wait_until(server.connections, lambda found: found in {(1, 0), (0, 0)})
 
         again_and_again(send_and_check, 0.05)
@@ -106,10 +106,10 @@ def answers(draw: random.Random, request: Request) -> bytes:
     """Return what a source may say: right items, other messages, and changed bytes."""
     image = bytes(IMAGE_BYTES)
     some = [
-        wire.pack_item(Item(request.number, draw.randrange(6), draw.choice(list(MoveEnd)), IMAGE_BYTES)) + image,
-        wire.pack_item(Item(request.number, draw.randrange(6), MoveEnd.STALE)),
-        wire.pack_item(Item(draw.randrange(4), draw.randrange(6), MoveEnd.DONE, draw.randrange(2**32))),
-        wire.pack_item(Item(request.number, 0, MoveEnd.DONE, IMAGE_BYTES, bytes(16), draw.randrange(99))),
+        wire.pack_item(Item(request.number, draw.randrange(6), draw.choice(list(TransferEnd)), IMAGE_BYTES)) + image,
+        wire.pack_item(Item(request.number, draw.randrange(6), TransferEnd.STALE)),
+        wire.pack_item(Item(draw.randrange(4), draw.randrange(6), TransferEnd.DONE, draw.randrange(2**32))),
+        wire.pack_item(Item(request.number, 0, TransferEnd.DONE, IMAGE_BYTES, bytes(16), draw.randrange(99))),
         wire.pack_refused(Refused(request.number, draw.choice(list(Refusal)))),
         wire.pack_ring_offer(RingOffer(draw.randrange(99), draw.randrange(2**32), draw.randbytes(16))),
         draw.randbytes(draw.randrange(100)),
@@ -137,9 +137,9 @@ def test_whatever_a_source_says_each_move_ends_once_and_nothing_false_lands() ->
             welcome[draw.randrange(len(welcome))] = draw.randrange(256)
         with lying(lie, bytes(welcome)) as liar, Destination(host_key=HOST) as destination:
             destination.fetch(liar.port, hashes_of(4))
-            found: list[MovedImage] = destination.landed(4)
-            assert [moved.move.id for moved in found] == [0, 1, 2, 3]
-            assert MoveEnd.DONE not in ends_of(found)
+            found: list[EndedTransfer] = destination.landed(4)
+            assert [moved.transfer.id for moved in found] == [0, 1, 2, 3]
+            assert TransferEnd.DONE not in ends_of(found)
             assert destination.client.poll() == []
 
     again_and_again(fetch_any, 0.03)

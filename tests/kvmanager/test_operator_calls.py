@@ -13,7 +13,7 @@ from grpc import aio
 
 from common.contracts.errors import InvalidRequest
 from common.contracts.lease import CachedBlock, Inventory, Report, Reserve
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, KvGroup, KvGroupKind, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -200,11 +200,11 @@ async def test_frames_on_disk_and_transfers_are_in_metrics_and_pools(
     await worker.attached(Inventory(saved=saved))
     reserve = Reserve(SequenceId(7), 40, 64, block_hashes=HASHES[:2])
     batch = await worker.exchange(Report(reserve=(reserve,)))
-    first, second = (each.id for each in batch.moves)
+    first, second = (each.id for each in batch.transfers)
     (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
     assert (pool.disk_frames, pool.disk_held, pool.disk_closed, pool.fetching, pool.fetches) == (3, 2, False, 1, 1)
     assert values(await scraped(manager), "quire:num_requests_waiting")['{reason="fetching",worker="w0"}'] == 1.0
-    await worker.exchange(Report(moved=((first, MoveEnd.DONE), (second, MoveEnd.CORRUPT))))
+    await worker.exchange(Report(ended=((first, TransferEnd.DONE), (second, TransferEnd.CORRUPT))))
     text, of_worker = await scraped(manager), '{worker="w0"}'
     frames = {'{state="free",worker="w0"}': 2.0, '{state="held",worker="w0"}': 1.0}
     assert values(text, "quire:kv_disk_frames") == frames

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from common.contracts import lease, moves
+from common.contracts import lease, transfers
 from common.contracts.errors import Mismatch
 from common.contracts.types import (
     TRIMMED,
@@ -117,32 +117,32 @@ reports = st.builds(
     bind_groups=tuples_of(st.integers(0, 255)),
     bind_pages=tuples_of(blocks),
     trim_groups=tuples_of(st.integers(0, 255)),
-    moved=tuples_of(st.tuples(u64, st.sampled_from(moves.MoveEnd))),
-    move_costs=st.none() | st.builds(moves.MoveCosts, seconds, seconds, seconds, seconds),
+    ended=tuples_of(st.tuples(u64, st.sampled_from(transfers.TransferEnd))),
+    transfer_costs=st.none() | st.builds(transfers.TransferCosts, seconds, seconds, seconds, seconds),
     disk_closed=st.booleans(),
 )
 
 
-def _places(*media: moves.Medium) -> st.SearchStrategy[moves.Place]:
-    return st.builds(moves.Place, st.sampled_from(media), blocks)
+def _places(*media: transfers.Medium) -> st.SearchStrategy[transfers.Place]:
+    return st.builds(transfers.Place, st.sampled_from(media), blocks)
 
 
-_BLOCK, _HOST, _DISK = moves.Medium.BLOCK, moves.Medium.HOST, moves.Medium.DISK
+_BLOCK, _HOST, _DISK = transfers.Medium.BLOCK, transfers.Medium.HOST, transfers.Medium.DISK
 
 
 peers = st.builds(
-    moves.PeerSource, st.sampled_from(["w1", "w2"]), hashes, text, st.binary(min_size=16, max_size=16), u64
+    transfers.PeerSource, st.sampled_from(["w1", "w2"]), hashes, text, st.binary(min_size=16, max_size=16), u64
 )
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> moves.Move:
+def orders(draw: st.DrawFn) -> transfers.Transfer:
     """Saves and fetches; only at depth 0 a block has no parent."""
     depth = draw(st.just(0) | u32)
     saved, fetched = st.tuples(_places(_BLOCK, _HOST), _places(_DISK)), st.tuples(_places(_DISK), _places(_HOST))
-    ends = draw(saved | fetched | st.tuples(st.just(moves.FROM_PEER), _places(_HOST)))
-    peer = draw(peers) if ends[0] == moves.FROM_PEER else None
-    return moves.Move(draw(u64), draw(hashes), draw(hashes) if depth else BlockHash(b""), depth, *ends, peer)
+    ends = draw(saved | fetched | st.tuples(st.just(transfers.FROM_PEER), _places(_HOST)))
+    peer = draw(peers) if ends[0] == transfers.FROM_PEER else None
+    return transfers.Transfer(draw(u64), draw(hashes), draw(hashes) if depth else BlockHash(b""), depth, *ends, peer)
 
 
 batches = st.builds(
@@ -161,7 +161,7 @@ batches = st.builds(
             decision_id=text,
             runs=tuples_of(tuples_of(row_blocks), 3),
             pages=tuples_of(blocks),
-            fetched=st.none() | st.builds(moves.Fetched, u32, u32, seconds, st.sampled_from(["disk", "worker-1"])),
+            fetched=st.none() | st.builds(transfers.Fetched, u32, u32, seconds, st.sampled_from(["disk", "worker-1"])),
         )
     ),
     lease=tuples_of(blocks),
@@ -169,7 +169,7 @@ batches = st.builds(
     preempt=tuples_of(st.builds(lease.Preempt, sequences, text)),
     cancel=tuples_of(sequences),
     tier=tuples_of(st.builds(lease.TierCopy, blocks, blocks, st.booleans())),
-    moves=tuples_of(orders()),
+    transfers=tuples_of(orders()),
 )
 rejections = st.builds(
     lease.AttachRejected, text, tuples_of(st.builds(Mismatch, text, text, text, text)), st.booleans()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.contracts.moves import Medium, Place
+from common.contracts.transfers import Medium, Place
 from common.contracts.types import BlockHash, FrameId
 from gpuworker.engine.image_requests import ImageRequests
-from gpuworker.scheduling.image_moves import Image
+from gpuworker.scheduling.images import Image
 
 Answers = list[list[Image | None]]
 

@@ -9,23 +9,23 @@ from typing import NamedTuple
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.contracts.moves import FROM_PEER, Medium, Move, MoveCosts, MoveEnd, PeerSource, Place
+from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from gpuworker.engine.transfers import Transfers
-from gpuworker.scheduling.image_moves import Image
+from gpuworker.scheduling.images import Image
 
 RED, BLUE = (PeerSource(name, name.encode().ljust(16), "127.0.0.1:1", bytes(16), 0) for name in ("red", "blue"))
 
 
-def move(number: int, peer: PeerSource = RED) -> Move:
+def transfer(number: int, peer: PeerSource = RED) -> Transfer:
     target = Place(Medium.HOST, FrameId(number))
-    return Move(number, BlockHash(bytes([number]) * 16), BlockHash(b""), 0, FROM_PEER, target, peer)
+    return Transfer(number, BlockHash(bytes([number]) * 16), BlockHash(b""), 0, FROM_PEER, target, peer)
 
 
 class Ended(NamedTuple):
-    move: Move
+    transfer: Transfer
     image: Image | None
-    end: MoveEnd
+    end: TransferEnd
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Peers:
     coming: list[Ended] = field(default_factory=list)
     closed: bool = False
 
-    def fetch(self, source: PeerSource, moves: Sequence[Move], patience: float) -> None:
-        self.asked.append((source, [each.id for each in moves], patience))
+    def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
+        self.asked.append((source, [each.id for each in transfers], patience))
 
     def poll(self) -> Sequence[Ended]:
         taken, self.coming = self.coming, []
@@ -52,29 +52,29 @@ class Agent:
     """Stands for the lease agent: what was ordered and ended. It lets every image land that is not `held`."""
 
     reset: int = 0
-    ordered: list[Move] = field(default_factory=list)
+    ordered: list[Transfer] = field(default_factory=list)
     void: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
-    ended: list[tuple[int, MoveEnd]] = field(default_factory=list)
-    costs: list[MoveCosts] = field(default_factory=list)
+    ended: list[tuple[int, TransferEnd]] = field(default_factory=list)
+    costs: list[TransferCosts] = field(default_factory=list)
 
-    def take_reads(self) -> list[Move]:
+    def take_reads(self) -> list[Transfer]:
         taken, self.ordered = self.ordered, []
         return taken
 
-    def take_saves(self, most: int) -> list[Move]:
+    def take_saves(self, most: int) -> list[Transfer]:
         return []
 
-    def is_open(self, move: Move) -> bool:
-        return move.id not in self.void
+    def is_open(self, transfer: Transfer) -> bool:
+        return transfer.id not in self.void
 
-    def may_land(self, move: Move) -> bool:
-        return move.id not in self.held
+    def may_land(self, transfer: Transfer) -> bool:
+        return transfer.id not in self.held
 
-    def end_transfer(self, move: Move, end: MoveEnd) -> None:
-        self.ended.append((move.id, end))
+    def end_transfer(self, transfer: Transfer, end: TransferEnd) -> None:
+        self.ended.append((transfer.id, end))
 
-    def note_costs(self, costs: MoveCosts) -> None:
+    def note_costs(self, costs: TransferCosts) -> None:
         self.costs.append(costs)
 
 
@@ -103,12 +103,12 @@ class Bench:
     def turn(self) -> bool:
         return self.transfers.turn(self.agent, 1.0)  # type: ignore[arg-type]
 
-    def fetched(self, seconds: float, *moves: Move, end: MoveEnd = MoveEnd.DONE) -> None:
+    def fetched(self, seconds: float, *transfers: Transfer, end: TransferEnd = TransferEnd.DONE) -> None:
         """Let a fetch be ordered, and end after so many seconds."""
-        self.agent.ordered = list(moves)
+        self.agent.ordered = list(transfers)
         self.turn()
         self.clock.advance(seconds)
-        self.peers.coming = [Ended(each, b"image" if end is MoveEnd.DONE else None, end) for each in moves]
+        self.peers.coming = [Ended(each, b"image" if end is TransferEnd.DONE else None, end) for each in transfers]
         self.turn()
 
 
@@ -121,41 +121,41 @@ def bench() -> Iterator[Bench]:
 
 
 def test_each_source_is_asked_once_for_all_its_blocks(bench: Bench) -> None:
-    bench.agent.ordered = [move(1), move(2, BLUE), move(3)]
+    bench.agent.ordered = [transfer(1), transfer(2, BLUE), transfer(3)]
     assert bench.turn()
     assert bench.peers.asked == [(RED, [1, 3], 0.5), (BLUE, [2], 0.5)]
     assert not bench.turn()
 
 
 def test_what_came_lands_and_what_did_not_ends_as_it_did(bench: Bench) -> None:
-    bench.agent.ordered = moves = [move(1), move(2), move(3)]
+    bench.agent.ordered = transfers = [transfer(1), transfer(2), transfer(3)]
     bench.turn()
-    ends = (MoveEnd.DONE, MoveEnd.STALE, MoveEnd.CORRUPT)
-    bench.peers.coming = [Ended(each, b"one", end) for each, end in zip(moves, ends, strict=True)]
+    ends = (TransferEnd.DONE, TransferEnd.STALE, TransferEnd.CORRUPT)
+    bench.peers.coming = [Ended(each, b"one", end) for each, end in zip(transfers, ends, strict=True)]
     bench.turn()
-    assert bench.agent.ended == [(2, MoveEnd.STALE), (3, MoveEnd.CORRUPT), (1, MoveEnd.DONE)]
+    assert bench.agent.ended == [(2, TransferEnd.STALE), (3, TransferEnd.CORRUPT), (1, TransferEnd.DONE)]
     assert bench.frames.landed == [(1, b"one")]
 
 
 def test_two_fetches_with_one_token_are_two(bench: Bench) -> None:
     """The stream breaks, and the same blocks are ordered again within a second: the token is the same."""
-    first, second = [move(1), move(2)], [move(3), move(4)]
+    first, second = [transfer(1), transfer(2)], [transfer(3), transfer(4)]
     bench.agent.ordered = first
     bench.turn()
     bench.agent.ordered, bench.agent.void = second, {1, 2}
     bench.turn()
-    bench.peers.coming = [Ended(each, b"image", MoveEnd.DONE) for each in (*first, *second)]
+    bench.peers.coming = [Ended(each, b"image", TransferEnd.DONE) for each in (*first, *second)]
     bench.turn()
     bench.turn()
-    assert bench.agent.ended == [(3, MoveEnd.DONE), (4, MoveEnd.DONE)]
+    assert bench.agent.ended == [(3, TransferEnd.DONE), (4, TransferEnd.DONE)]
     assert bench.frames.landed == [(3, b"image"), (4, b"image")]
 
 
 def test_a_turn_lands_4_mib_and_waits_for_the_first_that_may_not(bench: Bench) -> None:
-    moves = [move(number) for number in range(1, 6)]
-    bench.agent.ordered = moves
+    transfers = [transfer(number) for number in range(1, 6)]
+    bench.agent.ordered = transfers
     bench.turn()
-    bench.peers.coming = [Ended(each, b"image", MoveEnd.DONE) for each in moves]
+    bench.peers.coming = [Ended(each, b"image", TransferEnd.DONE) for each in transfers]
     bench.turn()
     assert [frame for frame, _ in bench.frames.landed] == [1, 2]
     bench.agent.held = {3}
@@ -168,37 +168,39 @@ def test_a_turn_lands_4_mib_and_waits_for_the_first_that_may_not(bench: Bench) -
 
 
 def test_what_failed_at_the_peer_ends_at_once(bench: Bench) -> None:
-    bench.fetched(0.1, move(1), move(2), end=MoveEnd.FAILED)
-    assert bench.agent.ended == [(1, MoveEnd.FAILED), (2, MoveEnd.FAILED)]
+    bench.fetched(0.1, transfer(1), transfer(2), end=TransferEnd.FAILED)
+    assert bench.agent.ended == [(1, TransferEnd.FAILED), (2, TransferEnd.FAILED)]
     assert not bench.frames.landed
 
 
 def test_what_a_block_takes_is_learnt_from_the_second_fetch_of_a_source_on(bench: Bench) -> None:
-    bench.fetched(8.0, move(1), move(2))
+    bench.fetched(8.0, transfer(1), transfer(2))
     assert [each.peer for each in bench.agent.costs] == [0.0]
-    bench.fetched(2.0, move(3), move(4))
-    bench.fetched(3.0, move(5))
-    assert [each.peer for each in bench.agent.costs] == [0.0, 1.0, pytest.approx(1.4)]
-    bench.fetched(50.0, move(6, BLUE))
-    assert bench.agent.costs[-1].peer == pytest.approx(1.4), "it has only connected"
-    bench.agent.ordered = [move(7), move(8)]
+    bench.fetched(2.0, transfer(3), transfer(4))
+    bench.fetched(8.0, transfer(5), transfer(6), transfer(9), transfer(10))
+    learnt = (0.9 * 2.0 + 8.0) / (0.9 * 2 + 4)
+    assert [each.peer for each in bench.agent.costs] == [0.0, 1.0, pytest.approx(learnt)]
+    assert [each.peer_setup for each in bench.agent.costs] == pytest.approx([0.0] * 3)
+    bench.fetched(50.0, transfer(11, BLUE))
+    assert bench.agent.costs[-1].peer == pytest.approx(learnt), "it has only connected"
+    bench.agent.ordered = [transfer(7), transfer(8)]
     bench.turn()
     source, asked, patience = bench.peers.asked[-1]
     assert (source, asked) == (RED, [7, 8])
-    assert patience == pytest.approx(4 * 1.4 * 2)
+    assert patience == pytest.approx(4 * learnt * 2)
 
 
 def test_a_fetch_that_failed_teaches_nothing(bench: Bench) -> None:
-    bench.fetched(0.1, move(1))
-    bench.fetched(1.0, move(2))
-    bench.fetched(30.0, move(3), move(4), end=MoveEnd.FAILED)
-    bench.fetched(20.0, move(5), end=MoveEnd.STALE)
+    bench.fetched(0.1, transfer(1))
+    bench.fetched(1.0, transfer(2))
+    bench.fetched(30.0, transfer(3), transfer(4), end=TransferEnd.FAILED)
+    bench.fetched(20.0, transfer(5), end=TransferEnd.STALE)
     assert bench.agent.costs[-1].peer == 1.0
 
 
 def test_a_gain_is_remembered(bench: Bench) -> None:
-    bench.fetched(0.1, move(1))
-    bench.fetched(0.3, move(2))
+    bench.fetched(0.1, transfer(1))
+    bench.fetched(0.3, transfer(2))
     bench.clock.advance(500.0)
     bench.turn()
     assert bench.agent.costs[-1].peer == pytest.approx(0.3)
@@ -206,13 +208,13 @@ def test_a_gain_is_remembered(bench: Bench) -> None:
 
 def test_after_a_minute_without_a_fetch_nobody_knows_that_it_takes_longer_than_computing(bench: Bench) -> None:
     """A block that took longer than computing it is not fetched: only so is it tried again."""
-    bench.fetched(0.1, move(1))
-    bench.fetched(9.0, move(2))
+    bench.fetched(0.1, transfer(1))
+    bench.fetched(9.0, transfer(2))
     bench.clock.advance(59.0)
     bench.turn()
     assert bench.agent.costs[-1].peer == 9.0
     bench.clock.advance(2.0)
     bench.turn()
     assert bench.agent.costs[-1].peer == 0.0
-    bench.fetched(0.5, move(3))
+    bench.fetched(0.5, transfer(3))
     assert bench.agent.costs[-1].peer == 0.5

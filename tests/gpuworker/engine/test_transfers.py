@@ -8,17 +8,17 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.lease import CachedBlock, GrantBatch, Report, TierCopy
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FrameId
 from gpuworker.engine.transfers import Transfers
-from gpuworker.scheduling.image_moves import Image, MovedImage
+from gpuworker.scheduling.images import EndedTransfer, Image
 from tests.support.gpuworker.agent_harness import Driver, keys, report_of
 
 SIZE, BLOCKS = 4, 20
 TOKENS = list(range(SIZE * BLOCKS + 1))
 HASHES = keys(TOKENS, SIZE)
 MIB = 1 << 20
-DONE, STALE, CORRUPT, FAILED, LATE = MoveEnd
+DONE, STALE, CORRUPT, FAILED, LATE = TransferEnd
 
 
 class Mover:
@@ -26,14 +26,14 @@ class Mover:
 
     def __init__(self) -> None:
         self.usable, self.read_seconds = True, 0.0
-        self.started: list[tuple[Move, Image | None]] = []
-        self.ended: list[MovedImage] = []
+        self.started: list[tuple[Transfer, Image | None]] = []
+        self.ended: list[EndedTransfer] = []
         self.calls: list[str] = []
 
-    def start(self, move: Move, image: Image | None = None) -> None:
-        self.started.append((move, image))
+    def start(self, transfer: Transfer, image: Image | None = None) -> None:
+        self.started.append((transfer, image))
 
-    def poll(self) -> list[MovedImage]:
+    def poll(self) -> list[EndedTransfer]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -43,9 +43,9 @@ class Mover:
     def close(self) -> None:
         self.calls.append("close")
 
-    def end(self, move: Move, end: MoveEnd = DONE) -> None:
-        image = f"image {move.id}".encode() if end is DONE and not move.saves else None
-        self.ended.append(MovedImage(move, image, end, 0.01))
+    def end(self, transfer: Transfer, end: TransferEnd = DONE) -> None:
+        image = f"image {transfer.id}".encode() if end is DONE and not transfer.saves else None
+        self.ended.append(EndedTransfer(transfer, image, end, 0.01))
 
 
 class Images:
@@ -80,29 +80,29 @@ class Side:
     def report(self) -> Report:
         return report_of(self.driver)
 
-    def give(self, *moves: Move, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
-        self.agent.apply_grant(GrantBatch(0, tier=tier, reset=reset, moves=moves))
+    def give(self, *transfers: Transfer, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
+        self.agent.apply_grant(GrantBatch(0, tier=tier, reset=reset, transfers=transfers))
 
     def turn(self, compute: float = 0.0) -> bool:
         return self.transfers.turn(self.agent, compute)
 
     def started(self) -> list[int]:
-        return [move.id for move, _ in self.mover.started]
+        return [transfer.id for transfer, _ in self.mover.started]
 
     def landed(self) -> list[int]:
         return [frame for frame, _ in self.images.landed]
 
 
-def save(number: int) -> Move:
+def save(number: int) -> Transfer:
     """Return the save of block `number`, with that id, into that frame."""
     ends = Place(Medium.BLOCK, BlockId(number)), Place(Medium.DISK, FrameId(number))
-    return Move(number, HASHES[number], _parent(number), number, *ends)
+    return Transfer(number, HASHES[number], _parent(number), number, *ends)
 
 
-def fetch(number: int) -> Move:
+def fetch(number: int) -> Transfer:
     """Return the fetch of what frame `number` on disk has, with that id, into that frame of host memory."""
     ends = Place(Medium.DISK, FrameId(number)), Place(Medium.HOST, FrameId(number))
-    return Move(number, HASHES[number], _parent(number), number, *ends)
+    return Transfer(number, HASHES[number], _parent(number), number, *ends)
 
 
 def _parent(number: int) -> BlockHash:
@@ -129,22 +129,22 @@ def test_one_image_at_least_is_taken_and_landed_a_turn(image_bytes: int, a_turn:
     other.give(*map(fetch, range(10)))
     other.turn()
     assert other.started() == list(range(10)), "reading takes the engine no time"
-    for move, _ in other.mover.started:
-        other.mover.end(move)
+    for transfer, _ in other.mover.started:
+        other.mover.end(transfer)
     other.turn()
     assert len(other.landed()) == a_turn
 
 
 def test_what_was_read_lands_in_its_order_and_is_reported_at_once() -> None:
     side = Side()
-    moves = [fetch(n) for n in range(6)]
-    side.give(*moves)
+    transfers = [fetch(n) for n in range(6)]
+    side.give(*transfers)
     side.turn()
     for number in (3, 0, 1, 2, 5, 4):
-        side.mover.end(moves[number])
+        side.mover.end(transfers[number])
     assert side.turn()
     assert side.images.landed == [(n, f"image {n}".encode()) for n in (3, 0, 1, 2)]
-    assert side.report().moved == tuple((n, DONE) for n in (3, 0, 1, 2))
+    assert side.report().ended == tuple((n, DONE) for n in (3, 0, 1, 2))
     assert side.turn()
     assert side.landed() == [3, 0, 1, 2, 5, 4]
     assert not side.turn()
@@ -171,10 +171,10 @@ def test_ends_of_saves_and_failures_are_reported_as_they_are() -> None:
     saves, fetches = [save(n) for n in range(3)], [fetch(n) for n in range(10, 12)]
     side.give(*saves, *fetches)
     side.turn()
-    for move, end in zip([*saves, *fetches], (DONE, FAILED, DONE, CORRUPT, FAILED), strict=True):
-        side.mover.end(move, end)
+    for transfer, end in zip([*saves, *fetches], (DONE, FAILED, DONE, CORRUPT, FAILED), strict=True):
+        side.mover.end(transfer, end)
     side.turn()
-    assert side.report().moved == ((0, DONE), (1, FAILED), (2, DONE), (10, CORRUPT), (11, FAILED))
+    assert side.report().ended == ((0, DONE), (1, FAILED), (2, DONE), (10, CORRUPT), (11, FAILED))
     assert [each.block for each in side.agent.inventory().saved] == [0, 2]
 
 
@@ -183,9 +183,9 @@ def test_ends_of_saves_and_failures_are_reported_as_they_are() -> None:
 
 def test_a_fetch_that_takes_half_a_second_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
-    moves = [fetch(0), fetch(1)]
+    transfers = [fetch(0), fetch(1)]
     assert side.transfers.patience is None, "nothing is to come"
-    side.give(*moves)
+    side.give(*transfers)
     side.turn()
     assert side.transfers.patience == 0.5
     side.clock.advance(0.5)
@@ -195,30 +195,30 @@ def test_a_fetch_that_takes_half_a_second_is_given_up(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert side.turn()
     assert "the disk gave nothing for 0.5 s; 2 blocks are computed instead" in caplog.text
-    assert side.report().moved == ((0, LATE), (1, LATE))
+    assert side.report().ended == ((0, LATE), (1, LATE))
     assert side.transfers.patience is None
-    side.mover.end(moves[0])
-    side.mover.end(moves[1], CORRUPT)
+    side.mover.end(transfers[0])
+    side.mover.end(transfers[1], CORRUPT)
     side.turn()
     assert side.landed() == [], "what comes later is dropped"
 
 
 def test_each_end_renews_patience_and_slow_disks_get_four_times_what_they_take() -> None:
     side = Side()
-    moves = [fetch(n) for n in range(4)]
-    side.give(*moves)
+    transfers = [fetch(n) for n in range(4)]
+    side.give(*transfers)
     side.turn()
     side.clock.advance(0.4)
     side.mover.read_seconds = 0.2
-    side.mover.end(moves[0])
+    side.mover.end(transfers[0])
     side.turn()
     assert side.transfers.patience == pytest.approx(4 * 0.2 * 3)
     side.clock.advance(2.3)
     side.turn()
-    assert side.report().moved == ((0, DONE),)
+    assert side.report().ended == ((0, DONE),)
     side.clock.advance(0.2)
     side.turn()
-    assert side.report().moved == ((1, LATE), (2, LATE), (3, LATE))
+    assert side.report().ended == ((1, LATE), (2, LATE), (3, LATE))
 
 
 def test_patience_begins_with_the_first_fetch_behind_a_pause() -> None:
@@ -268,19 +268,19 @@ def test_an_image_that_was_read_before_a_break_is_dropped() -> None:
     side.mover.end(new)
     side.turn()
     assert side.landed() == [0]
-    assert side.report().moved == ((0, DONE),)
+    assert side.report().ended == ((0, DONE),)
 
 
 def test_a_disk_that_is_not_usable_is_given_up_once() -> None:
     side = Side()
     side.agent.restore_saved([CachedBlock(FrameId(7), HASHES[0], -1, 0, HASHES[0], 0)], reset=0)
-    moves = [fetch(0), save(1)]
-    side.give(*moves)
+    transfers = [fetch(0), save(1)]
+    side.give(*transfers)
     side.turn()
     side.mover.usable = False
     side.turn()
     report = side.report()
-    assert (report.moved, report.disk_closed) == (((0, FAILED), (1, FAILED)), True)
+    assert (report.ended, report.disk_closed) == (((0, FAILED), (1, FAILED)), True)
     assert side.transfers.patience is None
     assert side.agent.disk_frames == 0
     side.turn()
@@ -295,8 +295,8 @@ def test_costs_are_told_when_they_have_changed_by_a_quarter() -> None:
         side.mover.read_seconds = read
         side.turn(compute)
         side.driver.submit(number, [1, 2, 3])  # costs alone are worth no report
-        told.append(side.report().move_costs)
-    assert told == [MoveCosts(1.0, 0.4), None, MoveCosts(1.2, 0.51), MoveCosts(1.6, 0.51), None]
+        told.append(side.report().transfer_costs)
+    assert told == [TransferCosts(1.0, 0.4), None, TransferCosts(1.2, 0.51), TransferCosts(1.6, 0.51), None]
 
 
 def test_the_mover_is_closed_with_the_engine() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import KvGeometry
 from gpuworker.memory import disk_frames
 from gpuworker.memory.disk_frames import (
@@ -102,19 +102,19 @@ def test_a_frame_that_is_written_again_holds_the_new_block(tmp_path: Path) -> No
     disk = written(tmp_path / "w", "a")
     disk.write(save("b", 0), image_of("b"))
     assert held(disk) == {0: hash_of("b")}
-    assert read_or_end(disk, fetch("a", 0)) == MoveEnd.CORRUPT
+    assert read_or_end(disk, fetch("a", 0)) == TransferEnd.CORRUPT
     assert held(disk) == {0: hash_of("b")}
 
 
 @pytest.mark.parametrize(
-    "move",
+    "transfer",
     [fetch("b", 0), fetch("a", 0, depth=1), fetch("b", 1, "other", 1), fetch("b", 1, "a", 2), fetch("a", 2)],
     ids=["another hash", "a depth", "another parent", "another depth", "an empty frame"],
 )
-def test_a_frame_that_holds_another_block_gives_nothing_and_keeps_it(tmp_path: Path, move: Any) -> None:
+def test_a_frame_that_holds_another_block_gives_nothing_and_keeps_it(tmp_path: Path, transfer: Any) -> None:
     disk = written(tmp_path / "w", "a")
     disk.write(save("b", 1, "a", 1), image_of("b"))
-    assert read_or_end(disk, move) == MoveEnd.CORRUPT
+    assert read_or_end(disk, transfer) == TransferEnd.CORRUPT
     assert read_or_end(disk, fetch("a", 0)) == image_of("a")
     assert read_or_end(disk, fetch("b", 1, "a", 1)) == image_of("b")
 
@@ -126,7 +126,7 @@ def test_a_reset_empties_all_frames_for_good(tmp_path: Path) -> None:
     disk = written(tmp_path / "w", "a", "b")
     disk.clear(5)
     assert (disk.claims(), disk.reset) == ((), 5)
-    assert read_or_end(disk, fetch("a", 0)) == MoveEnd.CORRUPT
+    assert read_or_end(disk, fetch("a", 0)) == TransferEnd.CORRUPT
     disk.write(save("c", 1), image_of("c"))
     drop(disk)
     again = opened(tmp_path / "w")
@@ -137,7 +137,7 @@ def test_a_save_that_was_ordered_before_a_reset_holds_nothing(tmp_path: Path) ->
     disk = opened(tmp_path / "w")
     ordered = disk.generation
     disk.clear(1)
-    assert write_or_end(disk, save("a", 0), image_of("a"), ordered) == MoveEnd.DONE
+    assert write_or_end(disk, save("a", 0), image_of("a"), ordered) == TransferEnd.DONE
     assert held(disk) == {}
 
 
@@ -191,7 +191,7 @@ def test_a_save_that_is_cut_short_is_a_miss(
     drop(disk)
     again = opened(tmp_path / "w")
     assert held(again) == {1: hash_of("b")} | ({0: hash_of("a")} if not calls else {})
-    assert read_or_end(again, fetch("c", 0)) == MoveEnd.CORRUPT
+    assert read_or_end(again, fetch("c", 0)) == TransferEnd.CORRUPT
 
 
 @pytest.mark.parametrize("at", range(ENTRY_BYTES))
@@ -201,7 +201,7 @@ def test_an_entry_of_which_a_byte_is_not_there_is_a_miss(tmp_path: Path, at: int
     drop(disk)
     flip(tmp_path / "w" / "table", HEAD_BYTES + at)
     again = opened(tmp_path / "w")
-    assert (held(again), read_or_end(again, fetch("a", 0))) == ({}, MoveEnd.CORRUPT)
+    assert (held(again), read_or_end(again, fetch("a", 0))) == ({}, TransferEnd.CORRUPT)
 
 
 @pytest.mark.parametrize("at", range(SIZE))
@@ -210,7 +210,7 @@ def test_an_image_of_which_a_byte_has_changed_is_a_miss(tmp_path: Path, at: int)
     flip(tmp_path / "w" / "images", stride_of(SIZE) + at)
     again = opened(tmp_path / "w")
     assert held(again) == {0: hash_of("b"), 1: hash_of("a")}, "images are verified when they are loaded"
-    assert read_or_end(again, fetch("a", 1)) == MoveEnd.CORRUPT
+    assert read_or_end(again, fetch("a", 1)) == TransferEnd.CORRUPT
     assert held(again) == {0: hash_of("b")}
     assert again.read(fetch("b", 0)) == image_of("b")
 
@@ -244,7 +244,7 @@ def test_images_that_end_early_are_misses(tmp_path: Path, left: int) -> None:
     drop(written(tmp_path / "w", "a", "b"))
     os.truncate(tmp_path / "w" / "images", stride_of(SIZE) + left)
     again = opened(tmp_path / "w")
-    assert read_or_end(again, fetch("b", 1)) == MoveEnd.CORRUPT
+    assert read_or_end(again, fetch("b", 1)) == TransferEnd.CORRUPT
     assert again.read(fetch("a", 0)) == image_of("a")
 
 
@@ -376,11 +376,11 @@ def test_a_full_disk_fails_a_save_and_the_frame_holds_nothing(
 ) -> None:
     disk = written(tmp_path / "w", "a", "b")
     monkeypatch.setattr(disk_frames, "os", System(full))
-    assert write_or_end(disk, save("c", 0), image_of("c")) == MoveEnd.FAILED
+    assert write_or_end(disk, save("c", 0), image_of("c")) == TransferEnd.FAILED
     monkeypatch.undo()
     assert held(disk) == {1: hash_of("b")}
     assert caplog.messages == [f"a block in {tmp_path / 'w'} could not be written: No space left on device"]
-    assert write_or_end(disk, save("c", 0), image_of("c")) == MoveEnd.DONE
+    assert write_or_end(disk, save("c", 0), image_of("c")) == TransferEnd.DONE
 
 
 def test_a_file_that_may_not_grow_fails_a_save(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_eight_errors_in_a_row_close_the_tier_with_one_line(
     caplog.set_level(logging.ERROR)
     disk = written(tmp_path / "w", *"abcdefghijklm", frames=20)
 
-    def move(frame: int) -> object:
+    def transfer(frame: int) -> object:
         if verb == "read":
             return read_or_end(disk, fetch("abcdefghijklm"[frame], frame))
         return write_or_end(disk, save(frame, frame), image_of(frame))
@@ -418,16 +418,16 @@ def test_eight_errors_in_a_row_close_the_tier_with_one_line(
     for frame in range(7):
         with monkeypatch.context() as patch:
             patch.setattr(disk_frames, "os", System(broken))
-            assert move(frame) == MoveEnd.FAILED
+            assert transfer(frame) == TransferEnd.FAILED
     assert disk.usable
     disk.read(fetch("m", 12))  # one that works, so they were not in a row
     monkeypatch.setattr(disk_frames, "os", System(broken))
-    assert [move(0) for _ in range(7)] == [MoveEnd.FAILED] * 7
+    assert [transfer(0) for _ in range(7)] == [TransferEnd.FAILED] * 7
     assert disk.usable
-    assert move(1) == MoveEnd.FAILED
+    assert transfer(1) == TransferEnd.FAILED
     assert not disk.usable
     monkeypatch.undo()
-    assert read_or_end(disk, fetch("m", 12)) == MoveEnd.FAILED
+    assert read_or_end(disk, fetch("m", 12)) == TransferEnd.FAILED
     (line,) = caplog.messages
     assert line == (
         f"the disk cache in {tmp_path / 'w'} is closed: 8 blocks in a row could not be read or written: "

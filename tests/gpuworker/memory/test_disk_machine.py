@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.memory import disk_frames
 from gpuworker.memory.disk_frames import HEAD_BYTES
 from tests.support.gpuworker.disk_harness import (
@@ -83,7 +83,7 @@ class DiskMachine(RuleBasedStateMachine):
         if frame < self.frames:
             ordered = self.disk.generation
             self.clear(None)
-            assert write_or_end(self.disk, save(name, frame), image_of(name), ordered) == MoveEnd.DONE
+            assert write_or_end(self.disk, save(name, frame), image_of(name), ordered) == TransferEnd.DONE
 
     @rule(name=st.none() | names, frame=frames, crash=crashes)
     def fetch(self, name: str | None, frame: int, crash: tuple[int, float] | None) -> None:
@@ -91,7 +91,7 @@ class DiskMachine(RuleBasedStateMachine):
         if frame >= self.frames:
             return
         name = name or max([each for each in self.may[frame] if each], default=NAMES[0])
-        ends: list[bytes | MoveEnd] = []
+        ends: list[bytes | TransferEnd] = []
         self._survives(crash, lambda: ends.append(read_or_end(self.disk, fetch(name, frame))))
         if not ends:
             self.may[frame].add(None)
@@ -99,9 +99,9 @@ class DiskMachine(RuleBasedStateMachine):
             assert name in self.may[frame]
             self.may[frame] = {name} if crash is None else {name, None}
         else:
-            assert ends == [MoveEnd.CORRUPT]
+            assert ends == [TransferEnd.CORRUPT]
             assert self.may[frame] != {name}
-            self.may[frame] = {None}
+            self.may[frame] = (self.may[frame] - {name}) or {None}
 
     @rule(crash=crashes)
     def clear(self, crash: tuple[int, float] | None) -> None:

@@ -1,4 +1,4 @@
-"""Images move to and from disk on threads of their own; each move ends once."""
+"""Images transfer to and from disk on threads of their own; each transfer ends once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.memory import disk_frames
 from gpuworker.memory.disk_frames import DiskFrames
 from gpuworker.memory.disk_mover import DiskMover
-from gpuworker.scheduling.image_moves import ImageMover, MovedImage
+from gpuworker.scheduling.images import EndedTransfer, ImageMover
 from tests.support.gpuworker.disk_harness import System, fetch, hash_of, held, image_of, opened, save
 
 SECONDS = 30.0
@@ -31,9 +31,9 @@ class Moves:
         self.disk: DiskFrames = opened(folder)
         self.mover: ImageMover = DiskMover(self.disk, self._woken.set)
 
-    def ended(self, count: int) -> list[MovedImage]:
-        """Return so many moves, once they have ended."""
-        found: list[MovedImage] = []
+    def ended(self, count: int) -> list[EndedTransfer]:
+        """Return so many transfers, once they have ended."""
+        found: list[EndedTransfer] = []
         while len(found) < count:
             assert self._woken.wait(SECONDS)
             self._woken.clear()
@@ -43,7 +43,7 @@ class Moves:
 
 
 @pytest.fixture
-def moves(tmp_path: Path) -> Iterator[Moves]:
+def transfers(tmp_path: Path) -> Iterator[Moves]:
     made = Moves(tmp_path / "w")
     yield made
     made.mover.close()
@@ -63,96 +63,96 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading
     return waits, go
 
 
-def test_a_block_that_is_saved_is_fetched_again(moves: Moves) -> None:
+def test_a_block_that_is_saved_is_fetched_again(transfers: Moves) -> None:
     saved, loaded = save("a", 1, number=4), fetch("a", 1, number=5)
-    assert moves.mover.read_seconds == 0.0
-    moves.mover.start(saved, image_of("a"))
-    ((move, image, end, _),) = moves.ended(1)
-    assert (move, image, end) == (saved, None, MoveEnd.DONE)
-    moves.mover.start(loaded)
-    ((move, image, end, seconds),) = moves.ended(1)
-    assert (move, image, end) == (loaded, image_of("a"), MoveEnd.DONE)
-    assert moves.mover.read_seconds == seconds > 0
-    moves.mover.start(loaded)
-    ((*_, later),) = moves.ended(1)
-    assert moves.mover.read_seconds == pytest.approx(0.9 * seconds + 0.1 * later)
+    assert transfers.mover.read_seconds == 0.0
+    transfers.mover.start(saved, image_of("a"))
+    ((transfer, image, end, _),) = transfers.ended(1)
+    assert (transfer, image, end) == (saved, None, TransferEnd.DONE)
+    transfers.mover.start(loaded)
+    ((transfer, image, end, seconds),) = transfers.ended(1)
+    assert (transfer, image, end) == (loaded, image_of("a"), TransferEnd.DONE)
+    assert transfers.mover.read_seconds == seconds > 0
+    transfers.mover.start(loaded)
+    ((*_, later),) = transfers.ended(1)
+    assert transfers.mover.read_seconds == pytest.approx(0.9 * seconds + 0.1 * later)
 
 
-def test_moves_that_fail_say_how(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_that_fail_say_how(transfers: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(name: str, data: bytes) -> bytes:
         if name == "pwrite":
             raise OSError(errno.ENOSPC, "No space left on device")
         return data
 
-    moves.mover.start(fetch("a", 1))
-    assert [(each.image, each.end) for each in moves.ended(1)] == [(None, MoveEnd.CORRUPT)]
+    transfers.mover.start(fetch("a", 1))
+    assert [(each.image, each.end) for each in transfers.ended(1)] == [(None, TransferEnd.CORRUPT)]
     monkeypatch.setattr(disk_frames, "os", System(full))
-    moves.mover.start(save("a", 1), image_of("a"))
-    assert [(each.image, each.end) for each in moves.ended(1)] == [(None, MoveEnd.FAILED)]
-    assert moves.mover.usable
+    transfers.mover.start(save("a", 1), image_of("a"))
+    assert [(each.image, each.end) for each in transfers.ended(1)] == [(None, TransferEnd.FAILED)]
+    assert transfers.mover.usable
     for frame in range(7):
-        moves.mover.start(save(frame, 1), image_of(frame))
-    assert {each.end for each in moves.ended(7)} == {MoveEnd.FAILED}
-    assert not moves.mover.usable
-    assert moves.mover.read_seconds == 0.0
+        transfers.mover.start(save(frame, 1), image_of(frame))
+    assert {each.end for each in transfers.ended(7)} == {TransferEnd.FAILED}
+    assert not transfers.mover.usable
+    assert transfers.mover.read_seconds == 0.0
 
 
-def test_an_error_that_nobody_foresaw_ends_a_move_too(moves: Moves, caplog: pytest.LogCaptureFixture) -> None:
-    moves.mover.start(save("a", 1, number=7), b"too short")
-    assert [each.end for each in moves.ended(1)] == [MoveEnd.FAILED]
-    assert "move 7 failed" in caplog.text
-    moves.mover.start(save("b", 1), image_of("b"))
-    assert [each.end for each in moves.ended(1)] == [MoveEnd.DONE]
+def test_an_error_that_nobody_foresaw_ends_a_move_too(transfers: Moves, caplog: pytest.LogCaptureFixture) -> None:
+    transfers.mover.start(save("a", 1, number=7), b"too short")
+    assert [each.end for each in transfers.ended(1)] == [TransferEnd.FAILED]
+    assert "transfer 7 failed" in caplog.text
+    transfers.mover.start(save("b", 1), image_of("b"))
+    assert [each.end for each in transfers.ended(1)] == [TransferEnd.DONE]
 
 
-def test_a_fetch_waits_for_no_save(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
-    moves.mover.start(save("a", 0), image_of("a"))
-    moves.ended(1)
+def test_a_fetch_waits_for_no_save(transfers: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers.mover.start(save("a", 0), image_of("a"))
+    transfers.ended(1)
     waits, go = blocked(monkeypatch)
-    moves.mover.start(save("b", 1), image_of("b"))
+    transfers.mover.start(save("b", 1), image_of("b"))
     assert waits.wait(SECONDS)
-    moves.mover.start(fetch("a", 0))
-    assert [each.move for each in moves.ended(1)] == [fetch("a", 0)]
+    transfers.mover.start(fetch("a", 0))
+    assert [each.transfer for each in transfers.ended(1)] == [fetch("a", 0)]
     go.set()
-    assert [each.move for each in moves.ended(1)] == [save("b", 1)]
+    assert [each.transfer for each in transfers.ended(1)] == [save("b", 1)]
 
 
 def test_saves_end_in_their_order_and_a_reset_voids_those_ordered_before_it(
-    moves: Moves, monkeypatch: pytest.MonkeyPatch
+    transfers: Moves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, go = blocked(monkeypatch)
     for number, name in enumerate("abc"):
-        moves.mover.start(save(name, number, number=number), image_of(name))
+        transfers.mover.start(save(name, number, number=number), image_of(name))
     assert waits.wait(SECONDS)
-    moves.disk.clear(9)
-    moves.mover.start(save("d", 3, number=3), image_of("d"))
+    transfers.disk.clear(9)
+    transfers.mover.start(save("d", 3, number=3), image_of("d"))
     go.set()
-    assert [(each.move.id, each.end) for each in moves.ended(4)] == [(n, MoveEnd.DONE) for n in range(4)]
-    assert held(moves.disk) == {3: hash_of("d")}
+    assert [(each.transfer.id, each.end) for each in transfers.ended(4)] == [(n, TransferEnd.DONE) for n in range(4)]
+    assert held(transfers.disk) == {3: hash_of("d")}
 
 
 def test_at_the_end_what_runs_is_finished_and_what_waits_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves = Moves(tmp_path / "w")
+    transfers = Moves(tmp_path / "w")
     waits, go = blocked(monkeypatch)
-    moves.mover.start(save("a", 0), image_of("a"))
-    moves.mover.start(save("b", 1), image_of("b"))
+    transfers.mover.start(save("a", 0), image_of("a"))
+    transfers.mover.start(save("b", 1), image_of("b"))
     assert waits.wait(SECONDS)
-    closing = threading.Thread(target=moves.mover.close)
+    closing = threading.Thread(target=transfers.mover.close)
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()
     go.set()
     closing.join(SECONDS)
-    assert [each.move for each in moves.mover.poll()] == [save("a", 0)]
+    assert [each.transfer for each in transfers.mover.poll()] == [save("a", 0)]
     again = opened(tmp_path / "w")
     assert held(again) == {0: hash_of("a")}
     again.close()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="priorities of threads are Linux's")
-def test_the_threads_stand_back_and_no_other_does(moves: Moves) -> None:
+def test_the_threads_stand_back_and_no_other_does(transfers: Moves) -> None:
     def until(right: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         ends = time.monotonic() + SECONDS
         while not right(found := nice_values()):
@@ -175,7 +175,7 @@ def nice_values() -> dict[str, int]:
 
 
 def test_the_log_of_a_broken_disk_is_one_line(
-    moves: Moves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    transfers: Moves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
 
@@ -184,7 +184,7 @@ def test_the_log_of_a_broken_disk_is_one_line(
 
     monkeypatch.setattr(disk_frames, "os", System(broken))
     for number in range(20):
-        moves.mover.start(fetch("a", 0, number=number))
-        moves.mover.start(save("a", 0, number=number), image_of("a"))
-    assert {each.end for each in moves.ended(40)} == {MoveEnd.FAILED}
+        transfers.mover.start(fetch("a", 0, number=number))
+        transfers.mover.start(save("a", 0, number=number), image_of("a"))
+    assert {each.end for each in transfers.ended(40)} == {TransferEnd.FAILED}
     assert len(caplog.messages) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.contracts.lease import Copy, TierCopy
-from common.contracts.moves import Medium, Place
+from common.contracts.transfers import Medium, Place
 from common.contracts.types import BlockId, FrameId, KvGeometry
 from gpuworker.memory.byte_plan import bytes_per_block, frame_bytes
 from gpuworker.memory.host_frames import HostFrames

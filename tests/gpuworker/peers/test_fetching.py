@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
 from gpuworker.peers import client
 from gpuworker.peers.client import ClientLimits
@@ -36,7 +36,7 @@ from tests.support.gpuworker.peers import (
 )
 from tests.support.waiting import wait_until
 
-DONE, STALE, FAILED = MoveEnd.DONE, MoveEnd.STALE, MoveEnd.FAILED
+DONE, STALE, FAILED = TransferEnd.DONE, TransferEnd.STALE, TransferEnd.FAILED
 
 
 def test_every_block_lands_once_with_its_image() -> None:

@@ -1,4 +1,4 @@
-"""Sources that lie, hang or end: each move ends once, nothing false lands, and the destination goes on."""
+"""Sources that lie, hang or end: each transfer ends once, nothing false lands, and the destination goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import xxhash
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.peers import wire
 from gpuworker.peers.channel import Channel
 from gpuworker.peers.client import ClientLimits
@@ -25,7 +25,7 @@ from tests.support.gpuworker.peers import (
 )
 from tests.support.gpuworker.raw_peers import PACE, WELCOME, Lie, item_of, lying
 
-DONE, STALE, CORRUPT, FAILED = MoveEnd.DONE, MoveEnd.STALE, MoveEnd.CORRUPT, MoveEnd.FAILED
+DONE, STALE, CORRUPT, FAILED = TransferEnd.DONE, TransferEnd.STALE, TransferEnd.CORRUPT, TransferEnd.FAILED
 
 
 def first_two(channel: Channel, request: Request) -> None:
@@ -50,7 +50,7 @@ def flipped(request: Request) -> bytes:
     return bytes(content)
 
 
-LIES: dict[str, tuple[Lie, MoveEnd, str]] = {
+LIES: dict[str, tuple[Lie, TransferEnd, str]] = {
     "a flipped bit": (then(flipped), CORRUPT, "the checksum of an image differs"),
     "the checksum of another image": (
         then(lambda request: item_of(request, 2, digest=xxhash.xxh3_128_digest(image_of(request.hashes[3])))),

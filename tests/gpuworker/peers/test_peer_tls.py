@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.certificates.folder import CertificateFolder, Leaf
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.rpc.roles import Role
 from common.rpc.tls import CertificateFiles
 from gpuworker.peers.carriers import host_key
@@ -21,7 +21,7 @@ from tests.support.gpuworker.peers import DESTINATION, Destination, hashes_of, s
 from tests.support.gpuworker.raw_peers import HELLO, calling, ended, request_of
 from tests.support.waiting import wait_until
 
-DONE, FAILED = MoveEnd.DONE, MoveEnd.FAILED
+DONE, FAILED = TransferEnd.DONE, TransferEnd.FAILED
 IDS = ("worker-s", "worker-d", "worker-e")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.peers import carriers, server, wire
 from gpuworker.peers.carriers import Ring, RingInlet, host_key, ring_path
 from gpuworker.peers.channel import Channel, ChannelBroken
@@ -32,7 +32,7 @@ from tests.support.gpuworker.peers import (
 from tests.support.gpuworker.raw_peers import PACE, Lie, calling, ended, lying, request_of
 from tests.support.waiting import wait_until
 
-DONE, CORRUPT, FAILED = MoveEnd.DONE, MoveEnd.CORRUPT, MoveEnd.FAILED
+DONE, CORRUPT, FAILED = TransferEnd.DONE, TransferEnd.CORRUPT, TransferEnd.FAILED
 HOST = host_key()
 HELLO = wire.pack_hello(Hello(DESTINATION, SOURCE.worker_id, SOURCE.incarnation, HOST))
 
@@ -220,7 +220,7 @@ def by_slot(slot: int) -> Answer:
     ],
 )
 def test_a_ring_that_is_not_what_it_said_fails_what_is_open(
-    prepare: Prepare, answer: Answer, end: MoveEnd, reason: str, caplog: pytest.LogCaptureFixture
+    prepare: Prepare, answer: Answer, end: TransferEnd, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lying(ring_lie(prepare, answer)) as liar, Destination(host_key=HOST) as destination:
         assert destination.fetched(liar.port, hashes_of(2)) == [end, FAILED]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.peers import wire
 from gpuworker.peers.channel import Channel, ChannelBroken
 from gpuworker.peers.server import PeerServer, ServerLimits, _Staging
@@ -32,7 +32,7 @@ from tests.support.gpuworker.peers import (
 from tests.support.gpuworker.raw_peers import HELLO, PACE, calling, ended, refusal_of, request_of
 from tests.support.waiting import wait_until
 
-DONE, FAILED = MoveEnd.DONE, MoveEnd.FAILED
+DONE, FAILED = TransferEnd.DONE, TransferEnd.FAILED
 
 
 @pytest.mark.parametrize(

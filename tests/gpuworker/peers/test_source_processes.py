@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from gpuworker.peers.carriers import host_key
 from gpuworker.peers.client import ClientLimits
 from tests.support.gpuworker.peers import HELD, Destination, SourceProcess, ends_of, hashes_of, serving
 
-DONE, FAILED = MoveEnd.DONE, MoveEnd.FAILED
+DONE, FAILED = TransferEnd.DONE, TransferEnd.FAILED
 # The source answers the first three, and holds the others back.
 WANTED = hashes_of(3) + hashes_of(5, HELD)
 CARRIERS = pytest.mark.parametrize("shared", [b"", host_key()], ids=["tcp", "shm"])

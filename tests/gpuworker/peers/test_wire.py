@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
 from gpuworker.peers import wire
 from gpuworker.peers.wire import (
@@ -84,10 +84,10 @@ def test_messages_of_the_destination_have_these_bytes() -> None:
 
 
 def test_messages_of_the_source_have_these_bytes() -> None:
-    item = Item(7, 5, MoveEnd.DONE, 4096, b"x" * 16)
+    item = Item(7, 5, TransferEnd.DONE, 4096, b"x" * 16)
     assert wire.pack_item(item) == ITEM_BYTES
     assert wire.unpack_answer(ITEM_BYTES) == item
-    missing = Item(7, 5, MoveEnd.STALE, slot=3)
+    missing = Item(7, 5, TransferEnd.STALE, slot=3)
     assert wire.pack_item(missing) == bytes.fromhex("01 01 0500 07000000 00000000 03000000") + bytes(16)
     assert wire.unpack_answer(wire.pack_item(missing)) == missing
     assert wire.pack_refused(Refused(7, Refusal.TOKEN)) == bytes.fromhex("02 07 0000 07000000") + bytes(24)

@@ -16,7 +16,7 @@ from cli.demo_model import CHECKPOINT
 from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.contracts.errors import InvalidConfig
 from common.contracts.lease import TierCopy
-from common.contracts.moves import Medium, Move, Place
+from common.contracts.transfers import Medium, Place, Transfer
 from common.contracts.types import BlockHash, BlockId, FrameId
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import bytes_per_block
@@ -122,7 +122,7 @@ def test_a_worker_that_restarts_finds_what_it_has_on_disk_and_loads_it_as_it_was
         pool.view(torch.uint8).copy_(torch.from_numpy(numbers))
     block, frame = Place(Medium.BLOCK, FrameId(5)), Place(Medium.DISK, FrameId(2))
     hashes = BlockHash(b"h" * 16), BlockHash(b"p" * 16)
-    first.disk.write(Move(1, *hashes, 3, block, frame), first.images.take(block))
+    first.disk.write(Transfer(1, *hashes, 3, block, frame), first.images.take(block))
     first.disk.close()
 
     second = on_disk(tmp_path, worker_id="w0", kv_cache_dtype="int8")
@@ -130,7 +130,7 @@ def test_a_worker_that_restarts_finds_what_it_has_on_disk_and_loads_it_as_it_was
     assert isinstance(second.images, HostFrames)
     (claim,) = second.disk.claims()
     assert (claim.block, claim.hash, claim.parent_hash, claim.depth) == (2, *hashes, 3)
-    image = second.disk.read(Move(1, *hashes, 3, frame, Place(Medium.HOST, FrameId(0))))
+    image = second.disk.read(Transfer(1, *hashes, 3, frame, Place(Medium.HOST, FrameId(0))))
     second.images.land(FrameId(0), image)
     second.images.copy(TierCopy(BlockId(7), BlockId(0), load=True))
     for ours, theirs in zip(first.images._pools, second.images._pools, strict=True):
@@ -143,7 +143,7 @@ def test_a_worker_of_other_weights_or_types_does_not(tmp_path: Path, caplog: pyt
     first = on_disk(tmp_path, worker_id="w0")
     assert first.disk is not None
     places = Place(Medium.BLOCK, FrameId(5)), Place(Medium.DISK, FrameId(2))
-    move = Move(1, BlockHash(b"h" * 16), BlockHash(b"p" * 16), 3, *places)
+    move = Transfer(1, BlockHash(b"h" * 16), BlockHash(b"p" * 16), 3, *places)
     first.disk.write(move, bytes(first.disk.image_bytes))
     first.disk.close()
     other = on_disk(tmp_path, worker_id="w0", dtype="bfloat16", kv_cache_dtype="float32")

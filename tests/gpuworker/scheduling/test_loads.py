@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.contracts.lease import Admit, GrantBatch, TierCopy
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import BlockId, SequenceId
 from gpuworker.scheduling.batch_plan import StepResult
 from gpuworker.scheduling.frame_claims import Loads, find_loads

@@ -6,7 +6,7 @@ import pytest
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Report, TierCopy
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, FrameId, SequenceId
 from gpuworker.scheduling.block_states import Content
 from gpuworker.scheduling.frame_claims import FrameClaims
@@ -18,7 +18,7 @@ TOKENS = list(range(10))
 A, B = keys(TOKENS, SIZE)
 """The hashes of two full blocks; a part of a third follows."""
 ROOT = BlockHash(b"")
-DONE, STALE, CORRUPT, FAILED, LATE = MoveEnd
+DONE, STALE, CORRUPT, FAILED, LATE = TransferEnd
 
 
 def block(index: int) -> Place:
@@ -33,12 +33,12 @@ def disk(index: int) -> Place:
     return Place(Medium.DISK, FrameId(index))
 
 
-def save(number: int, source: Place, frame: int, depth: int = 0) -> Move:
-    return Move(number, (A, B)[depth], A if depth else ROOT, depth, source, disk(frame))
+def save(number: int, source: Place, frame: int, depth: int = 0) -> Transfer:
+    return Transfer(number, (A, B)[depth], A if depth else ROOT, depth, source, disk(frame))
 
 
-def fetch(number: int, saved: int, frame: int, depth: int = 0) -> Move:
-    return Move(number, (A, B)[depth], A if depth else ROOT, depth, disk(saved), host(frame))
+def fetch(number: int, saved: int, frame: int, depth: int = 0) -> Transfer:
+    return Transfer(number, (A, B)[depth], A if depth else ROOT, depth, disk(saved), host(frame))
 
 
 def store(source: int, frame: int) -> TierCopy:
@@ -49,8 +49,8 @@ def load(target: int, frame: int) -> TierCopy:
     return TierCopy(BlockId(target), FrameId(frame), load=True)
 
 
-def give(made: Driver, *moves: Move, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
-    made.agent.apply_grant(GrantBatch(made.lease_target, tier=tier, reset=reset, moves=moves))
+def give(made: Driver, *transfers: Transfer, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
+    made.agent.apply_grant(GrantBatch(made.lease_target, tier=tier, reset=reset, transfers=transfers))
 
 
 def taken(made: Driver) -> Report:
@@ -77,7 +77,7 @@ def claims(made: Driver) -> dict[int, tuple[BlockHash, int]]:
 
 
 @pytest.mark.parametrize(
-    ("moves", "words"),
+    ("transfers", "words"),
     [
         ((save(1, block(8), 0),), "transfer 1 names block 8; there are 8"),
         ((save(1, host(4), 0),), "transfer 1 names host 4; there are 4"),
@@ -92,10 +92,10 @@ def claims(made: Driver) -> dict[int, tuple[BlockHash, int]]:
     ],
     ids=str,
 )
-def test_an_impossible_transfer_is_refused_and_nothing_is_applied(moves: tuple[Move, ...], words: str) -> None:
+def test_an_impossible_transfer_is_refused_and_nothing_is_applied(transfers: tuple[Transfer, ...], words: str) -> None:
     made = worker()
     with pytest.raises(ProtocolViolation, match=words):
-        give(made, *moves, tier=(store(0, 1),))
+        give(made, *transfers, tier=(store(0, 1),))
     assert made.agent.inventory().frames == ()
     assert (made.agent.take_reads(), made.agent.take_saves(9)) == ([], [])
 
@@ -120,9 +120,9 @@ def test_a_save_is_taken_and_claimed_once_it_is_done() -> None:
     assert made.agent.take_saves(9) == [second]
     assert made.agent.take_saves(9) == []
     made.agent.end_transfer(second, DONE)
-    assert taken(made).moved == ((2, DONE),)
+    assert taken(made).ended == ((2, DONE),)
     made.agent.end_transfer(first, DONE)
-    assert taken(made).moved == ((1, DONE),)
+    assert taken(made).ended == ((1, DONE),)
     assert claims(made) == {0: (B, 1), 3: (A, 0)}
 
 
@@ -134,14 +134,14 @@ def test_the_end_of_a_save_does_not_hurry_a_report_and_that_of_a_fetch_does() ->
     assert not made.agent.report_is_urgent
     made.agent.end_transfer(two, LATE)
     assert made.agent.report_is_urgent
-    assert taken(made).moved == ((1, DONE), (2, LATE))
+    assert taken(made).ended == ((1, DONE), (2, LATE))
 
 
 def test_a_source_that_holds_something_else_is_stale() -> None:
     made = worker()
     give(made, save(1, block(2), 0), save(2, host(1), 1), save(3, block(1), 2), save(4, block(1), 3, depth=1))
     assert [each.id for each in made.agent.take_saves(9)] == [4], "a part of a block, an empty frame, another hash"
-    assert taken(made).moved == ((1, STALE), (2, STALE), (3, STALE))
+    assert taken(made).ended == ((1, STALE), (2, STALE), (3, STALE))
 
 
 def test_a_save_from_a_frame_waits_for_the_copy_that_fills_it_and_runs_it_alone_if_need_be() -> None:
@@ -220,15 +220,15 @@ def test_a_landing_waits_for_copies_that_were_granted_before_it_and_have_not_run
         made.agent.cancel_sequence(SequenceId(1))
     else:
         give(made, tier=(touches,))
-    move, other = fetch(1, 2, 3), fetch(2, 0, 1)
-    give(made, move, other)
+    transfer, other = fetch(1, 2, 3), fetch(2, 0, 1)
+    give(made, transfer, other)
     assert made.agent.may_land(other), "no copy touches its frame"
-    assert not made.agent.may_land(move), "copies wait"
+    assert not made.agent.may_land(transfer), "copies wait"
     plan = made.plan()
     assert (plan.rows, plan.copies) == ((), (store(0, 3), touches)), "no row is to run, so they run alone"
-    assert not made.agent.may_land(move), "they run"
+    assert not made.agent.may_land(transfer), "they run"
     made.complete(plan)
-    assert made.agent.may_land(move)
+    assert made.agent.may_land(transfer)
 
 
 def test_without_a_transfer_that_waits_copies_wait_for_rows() -> None:
@@ -239,13 +239,13 @@ def test_without_a_transfer_that_waits_copies_wait_for_rows() -> None:
 
 
 @pytest.mark.parametrize(("end", "kept"), [(CORRUPT, False), (FAILED, False), (LATE, True), (STALE, True)])
-def test_what_cannot_be_read_is_claimed_no_more(end: MoveEnd, kept: bool) -> None:
+def test_what_cannot_be_read_is_claimed_no_more(end: TransferEnd, kept: bool) -> None:
     made = saved_worker()
-    move = fetch(1, 2, 3)
-    give(made, move)
-    made.agent.end_transfer(move, end)
+    transfer = fetch(1, 2, 3)
+    give(made, transfer)
+    made.agent.end_transfer(transfer, end)
     report = taken(made)
-    assert report.moved == ((1, end),)
+    assert report.ended == ((1, end),)
     assert (2 in claims(made)) is kept
     assert made.agent.inventory().frames == ()
 
@@ -271,7 +271,7 @@ def test_a_break_voids_transfers_and_what_comes_of_them_is_dropped() -> None:
     assert claims(made) == {}, "what is lost is lost, whoever asked for it"
     made.agent.attached(0)
     report = made.agent.take_report()
-    assert report is None or report.moved == ()
+    assert report is None or report.ended == ()
 
 
 def test_a_void_transfer_is_not_taken_for_a_new_one_with_its_id() -> None:
@@ -290,14 +290,14 @@ def test_a_void_transfer_is_not_taken_for_a_new_one_with_its_id() -> None:
 def test_a_reset_voids_transfers_and_empties_claims_before_it_is_confirmed() -> None:
     made = saved_worker()
     assert made.agent.reset == 5, "that of the disk"
-    move = fetch(1, 2, 3)
-    give(made, move)
+    transfer = fetch(1, 2, 3)
+    give(made, transfer)
     give(made, reset=6)
     assert made.agent.reset == 6
-    assert not made.agent.is_open(move)
-    made.agent.end_transfer(move, DONE)
+    assert not made.agent.is_open(transfer)
+    made.agent.end_transfer(transfer, DONE)
     report = taken(made)
-    assert (report.reset, report.moved) == (6, ())
+    assert (report.reset, report.ended) == (6, ())
     found = made.agent.inventory()
     assert (found.saved, found.frames) == ((), ())
 
@@ -314,22 +314,22 @@ def test_a_disk_that_is_given_up_fails_what_is_open_and_is_attached_as_none() ->
     give(made, one, two)
     made.agent.close_disk()
     report = taken(made)
-    assert (report.moved, report.disk_closed) == (((1, FAILED), (2, FAILED)), True)
+    assert (report.ended, report.disk_closed) == (((1, FAILED), (2, FAILED)), True)
     assert (made.agent.disk_frames, claims(made)) == (0, {})
     made.agent.attached(0)
     give(made, fetch(3, 1, 3), save(4, block(0), 2))  # the manager had not heard of it
     assert (made.agent.take_reads(), made.agent.take_saves(9)) == ([], [])
     again = taken(made)
-    assert (again.moved, again.disk_closed) == (((3, FAILED), (4, FAILED)), False)
+    assert (again.ended, again.disk_closed) == (((3, FAILED), (4, FAILED)), False)
 
 
 def test_costs_are_reported_when_they_change() -> None:
     made = worker()
-    made.agent.note_costs(MoveCosts(0.5, 0.25))
+    made.agent.note_costs(TransferCosts(0.5, 0.25))
     made.submit(1, TOKENS)
-    assert taken(made).move_costs == MoveCosts(0.5, 0.25)
+    assert taken(made).transfer_costs == TransferCosts(0.5, 0.25)
     made.agent.cancel_sequence(SequenceId(1), FinishReason.CANCELLED)
-    assert taken(made).move_costs is None
+    assert taken(made).transfer_costs is None
 
 
 # ---------------------------------------------------------------- the book alone

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.contracts.lease import Admit
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
 from gpuworker.engine.ports import Started

@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from common.contracts.errors import Cancelled, Unavailable
 from common.contracts.lease import Admit
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, Usage
 from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan

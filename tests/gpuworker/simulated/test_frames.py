@@ -10,7 +10,7 @@ import time
 import pytest
 
 from common.contracts.lease import Copy, TierCopy
-from common.contracts.moves import Medium, Place
+from common.contracts.transfers import Medium, Place
 from common.contracts.types import BlockId, FrameId, SamplingParams, SequenceId
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from gpuworker.scheduling.step_costs import StepCosts, parse_costs

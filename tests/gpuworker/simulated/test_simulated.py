@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.moves import Medium, Move, Place
+from common.contracts.transfers import Medium, Place, Transfer
 from common.contracts.types import (
     BlockHash,
     FrameId,
@@ -209,7 +209,7 @@ def test_a_plane_has_as_many_frames_on_disk_as_a_model_would_and_finds_them_agai
     # A block of 32 slots takes 8 KiB: two layers, K and V of two heads, 8 floats each.
     assert made.disk_frames == made.attach("w1", "").disk_frames == ((1 << 20) - (64 << 10)) // (8192 + 128)
     assert f"disk cache: as if 118 more blocks were kept in {tmp_path}/disk/w1" in made.start_lines()
-    move = Move(1, BlockHash(b"h" * 16), BlockHash(b"p" * 16), 0, Place(Medium.HOST, FrameId(1)), ON_DISK)
+    move = Transfer(1, BlockHash(b"h" * 16), BlockHash(b"p" * 16), 0, Place(Medium.HOST, FrameId(1)), ON_DISK)
     assert made.images is not None
     made.disk.write(move, made.images.take(move.source))
     made.disk.close()

@@ -9,8 +9,8 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, CachedBlock, GrantBatch, Inventory, public_incarnation
-from common.contracts.moves import FROM_PEER, Fetched, Medium, Move, MoveCosts, MoveEnd, PeerSource
 from common.contracts.transfer_tokens import TokenRefusal, TokenScope, serve_key_of, verify_token
+from common.contracts.transfers import FROM_PEER, Fetched, Medium, PeerSource, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, KvGeometry, PoolIdentity
 from kvmanager.contracts.ledger_config import ManagerConfig
 from kvmanager.ledger.ledger import Ledger
@@ -178,21 +178,21 @@ def on_disk(blocks: int) -> tuple[CachedBlock, ...]:
     return tuple(CachedBlock(BlockId(n), KEYS[n], -1, 0, KEYS[max(0, n - 1)], n) for n in range(blocks))
 
 
-def moves(batch: GrantBatch | None) -> list[Move]:
-    return list(batch.moves) if batch is not None else []
+def transfers(batch: GrantBatch | None) -> list[Transfer]:
+    return list(batch.transfers) if batch is not None else []
 
 
 def from_where(batch: GrantBatch | None) -> list[str]:
-    return [each.source.medium.name for each in moves(batch)]
+    return [each.source.medium.name for each in transfers(batch)]
 
 
-def end(made: Ledger, *numbers: int, by: MoveEnd = MoveEnd.DONE) -> GrantBatch | None:
-    return play(made, moved=tuple((number, by) for number in numbers))
+def end(made: Ledger, *numbers: int, by: TransferEnd = TransferEnd.DONE) -> GrantBatch | None:
+    return play(made, ended=tuple((number, by) for number in numbers))
 
 
 def test_a_prompt_waits_for_what_a_peer_has_and_is_granted_with_it() -> None:
     made, source = asking(3)
-    ordered = moves(play(made, reserve=(reserve(0, TALK),)))
+    ordered = transfers(play(made, reserve=(reserve(0, TALK),)))
     assert [(each.hash, each.depth, each.source) for each in ordered] == [(KEYS[n], n, FROM_PEER) for n in range(3)]
     assert [each.target.medium for each in ordered] == [Medium.HOST] * 3
     assert source.served == [list(KEYS[:3])]
@@ -205,8 +205,8 @@ def test_a_prompt_waits_for_what_a_peer_has_and_is_granted_with_it() -> None:
     assert made.pool_counts().totals.peer_loads == 3
 
 
-@pytest.mark.parametrize("how", [MoveEnd.STALE, MoveEnd.CORRUPT, MoveEnd.FAILED, MoveEnd.LATE])
-def test_what_a_peer_did_not_bring_is_computed_and_not_asked_for_again(how: MoveEnd) -> None:
+@pytest.mark.parametrize("how", [TransferEnd.STALE, TransferEnd.CORRUPT, TransferEnd.FAILED, TransferEnd.LATE])
+def test_what_a_peer_did_not_bring_is_computed_and_not_asked_for_again(how: TransferEnd) -> None:
     made, source = asking(3)
     play(made, reserve=(reserve(0, TALK),))
     assert end(made, 2, by=how) is None
@@ -224,15 +224,15 @@ def test_the_longer_run_of_disk_and_peer_wins_and_the_disk_where_they_are_equal(
 
 
 def test_what_a_peer_takes_longer_for_than_computing_is_not_fetched_nor_looked_for() -> None:
-    dear = MoveCosts(compute=0.010, read=0.001, peer=0.0091)
+    dear = TransferCosts(compute=0.010, read=0.001, peer=0.0091)
     made, source = asking(3)
-    batch = play(made, move_costs=dear, reserve=(reserve(0, TALK),))
+    batch = play(made, transfer_costs=dear, reserve=(reserve(0, TALK),))
     assert (from_where(batch), source.asked) == ([], 0)
     made, _ = asking(3, on_disk(2))
-    assert from_where(play(made, move_costs=dear, reserve=(reserve(0, TALK),))) == ["DISK"] * 2
+    assert from_where(play(made, transfer_costs=dear, reserve=(reserve(0, TALK),))) == ["DISK"] * 2
     made, _ = asking(3, on_disk(3))
-    cheap = MoveCosts(compute=0.010, read=0.0091, peer=0.001)
-    assert from_where(play(made, move_costs=cheap, reserve=(reserve(0, TALK),))) == ["PEER"] * 3
+    cheap = TransferCosts(compute=0.010, read=0.0091, peer=0.001)
+    assert from_where(play(made, transfer_costs=cheap, reserve=(reserve(0, TALK),))) == ["PEER"] * 3
 
 
 def test_half_of_host_memory_may_be_filled_at_once() -> None:
@@ -256,8 +256,8 @@ def test_a_hash_that_is_still_coming_is_not_ordered_a_second_time() -> None:
     """The first block has failed, and the next prompt asks for it anew while the second one is on its way."""
     made, source = asking(3)
     play(made, reserve=(reserve(0, TALK),))
-    batch = play(made, moved=((1, MoveEnd.FAILED),), reserve=(reserve(1, TALK),))
-    assert [each.hash for each in moves(batch)] == [KEYS[0]]
+    batch = play(made, ended=((1, TransferEnd.FAILED),), reserve=(reserve(1, TALK),))
+    assert [each.hash for each in transfers(batch)] == [KEYS[0]]
     assert source.served == [list(KEYS[:3]), [KEYS[0]]]
 
 

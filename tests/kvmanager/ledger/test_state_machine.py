@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.contracts.lease import GrantBatch, Report
-from common.contracts.moves import MoveCosts, MoveEnd
+from common.contracts.transfers import TransferCosts, TransferEnd
 from common.contracts.types import BlockId, SequencePhase
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.ledger import Ledger
@@ -121,17 +121,17 @@ class LedgerLife(RuleBasedStateMachine):
         self.worker.deliver(self.batches.pop(0))
 
     @precondition(lambda self: self.worker.transfers)
-    @rule(data=st.data(), end=st.sampled_from(MoveEnd))
-    def transfer_ends(self, data: st.DataObject, end: MoveEnd) -> None:
+    @rule(data=st.data(), end=st.sampled_from(TransferEnd))
+    def transfer_ends(self, data: st.DataObject, end: TransferEnd) -> None:
         self.worker.end_transfer(data.draw(st.sampled_from(list(self.worker.transfers))), end)
 
     def end_transfers(self, most: int) -> None:
         """The oldest transfers end well."""
         for number in list(self.worker.transfers)[:most]:
-            self.worker.end_transfer(number, MoveEnd.DONE)
+            self.worker.end_transfer(number, TransferEnd.DONE)
 
-    @rule(costs=st.builds(MoveCosts, st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 0.9])))
-    def costs_change(self, costs: MoveCosts) -> None:
+    @rule(costs=st.builds(TransferCosts, st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 0.9])))
+    def costs_change(self, costs: TransferCosts) -> None:
         self.worker.costs = costs
 
     @precondition(lambda self: self.worker.saved)

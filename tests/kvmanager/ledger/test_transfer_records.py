@@ -6,7 +6,7 @@ from typing import Any
 
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Admit, GrantBatch
-from common.contracts.moves import Fetched, MoveCosts, MoveEnd
+from common.contracts.transfers import Fetched, TransferCosts, TransferEnd
 from common.contracts.types import Decision, DecisionKind, MissReason
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import PoolCounts
@@ -28,14 +28,14 @@ class Disk:
         """Note the transfers of a batch; return its admissions."""
         if batch is None:
             return ()
-        self._to_end += [each.id for each in batch.moves]
+        self._to_end += [each.id for each in batch.transfers]
         return batch.admit
 
-    def end(self, *ends: MoveEnd) -> tuple[Admit, ...]:
+    def end(self, *ends: TransferEnd) -> tuple[Admit, ...]:
         """End all open transfers, the first ones in these ways, the others well; return what is admitted then."""
         taken, self._to_end = self._to_end, []
-        known = (*ends, *[MoveEnd.DONE] * len(taken))
-        return self.take(play(self.ledger, moved=tuple(zip(taken, known, strict=False))))
+        known = (*ends, *[TransferEnd.DONE] * len(taken))
+        return self.take(play(self.ledger, ended=tuple(zip(taken, known, strict=False))))
 
     def live(self, number: int, tokens: list[int]) -> None:
         """Let a prompt be admitted, computed and saved."""
@@ -106,7 +106,7 @@ def test_a_sequence_that_waits_for_the_disk_says_so_and_what_came() -> None:
 def test_a_fetch_that_fails_says_how() -> None:
     disk = saved_chat()
     wait_for(disk)
-    (granted,) = disk.end(MoveEnd.DONE, MoveEnd.CORRUPT, MoveEnd.LATE)
+    (granted,) = disk.end(TransferEnd.DONE, TransferEnd.CORRUPT, TransferEnd.LATE)
     assert (granted.fetched, granted.n_shared) == (Fetched(1, 3, 0.031, "disk"), 1)
     assert granted.miss_reason is MissReason.DIVERGED_AT
     reason = "fetched: 1 of 3 blocks came from disk in 31 ms; 1 failed their checksum, 1 did not come in time"
@@ -182,7 +182,7 @@ def test_what_does_not_pay_is_no_eviction() -> None:
     disk = Disk(host=1)
     disk.live(1, CHAT)
     disk.live(2, prompt(64, 1000))
-    play(disk.ledger, move_costs=MoveCosts(0.01, 0.01))
+    play(disk.ledger, transfer_costs=TransferCosts(0.01, 0.01))
     (granted,) = disk.take(play(disk.ledger, reserve=(reserve(3, CHAT),)))
     assert (granted.fetched, granted.miss_reason, granted.diverged_at) == (None, MissReason.UNFETCHED, 3)
     words = "the first 3 blocks are there or on disk, and the missing ones were not fetched"

@@ -7,7 +7,7 @@ import pytest
 from common.contracts.clock import ManualClock
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlock, GrantBatch, Inventory, Report
-from common.contracts.moves import Fetched, MoveCosts, MoveEnd
+from common.contracts.transfers import Fetched, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, DecisionKind, FinishReason, SequenceId
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.index_events import Removed, Stored
@@ -17,7 +17,7 @@ from tests.support.kvmanager.ledgers import finish, hashes, make_ledger, play, p
 
 FIRST, SECOND, THIRD = (prompt(5 * 16 - 1, start=start) for start in (0, 500, 1000))
 """Four full blocks each, and a part of a fifth."""
-DONE, STALE, CORRUPT, FAILED, LATE = MoveEnd
+DONE, STALE, CORRUPT, FAILED, LATE = TransferEnd
 
 
 def made_ledger(blocks: int = 12, frames: int = 8, disk: int = 8, clock: ManualClock | None = None) -> Ledger:
@@ -40,12 +40,14 @@ def with_saved(*claims: tuple[CachedBlock, ...], blocks: int = 12, frames: int =
 
 def orders(batch: GrantBatch | None) -> list[tuple[int, int, str, int, str, int]]:
     """Return id, depth, source and target of the transfers of a batch."""
-    moves = batch.moves if batch is not None else ()
-    return [(m.id, m.depth, m.source.medium.name, m.source.index, m.target.medium.name, m.target.index) for m in moves]
+    transfers = batch.transfers if batch is not None else ()
+    return [
+        (m.id, m.depth, m.source.medium.name, m.source.index, m.target.medium.name, m.target.index) for m in transfers
+    ]
 
 
-def end(made: Ledger, *numbers: int, by: MoveEnd = DONE) -> GrantBatch | None:
-    return play(made, moved=tuple((number, by) for number in numbers))
+def end(made: Ledger, *numbers: int, by: TransferEnd = DONE) -> GrantBatch | None:
+    return play(made, ended=tuple((number, by) for number in numbers))
 
 
 def on_disk(made: Ledger) -> dict[BlockHash, int]:
@@ -74,7 +76,7 @@ def test_a_table_that_is_released_is_saved_parents_first() -> None:
     assert orders(batch) == [(1 + n, n, "BLOCK", n, "DISK", n) for n in range(4)]
     keys = hashes(FIRST)
     assert batch is not None
-    assert [(m.hash, m.parent) for m in batch.moves] == list(zip(keys, (ROOT, *keys[:3]), strict=True))
+    assert [(m.hash, m.parent) for m in batch.transfers] == list(zip(keys, (ROOT, *keys[:3]), strict=True))
     assert on_disk(made) == {}, "nothing is there before it is"
     end(made, 1, 2)
     assert on_disk(made) == {keys[0]: 0, keys[1]: 1}
@@ -113,7 +115,7 @@ def test_a_save_that_ends_badly_frees_its_frame_and_nothing_behind_it_counts() -
     for bad in (STALE, FAILED):
         made = made_ledger()
         ended_table(made, 0, FIRST)
-        play(made, moved=((1, DONE), (2, bad), (3, DONE), (4, DONE)))
+        play(made, ended=((1, DONE), (2, bad), (3, DONE), (4, DONE)))
         disk = made.state.store.disk
         assert disk is not None
         assert on_disk(made) == {hashes(FIRST)[0]: 0}
@@ -217,11 +219,11 @@ def test_two_prompts_wait_for_one_fetch() -> None:
 
 
 @pytest.mark.parametrize("bad", [CORRUPT, FAILED])
-def test_what_cannot_be_read_is_a_miss_and_takes_what_is_behind_it_along(bad: MoveEnd) -> None:
+def test_what_cannot_be_read_is_a_miss_and_takes_what_is_behind_it_along(bad: TransferEnd) -> None:
     made = with_saved(saved(FIRST, 0, 1, 2, 3))
     made.drain_index_events()
     play(made, reserve=(reserve(0, FIRST),))
-    batch = play(made, moved=((1, DONE), (2, bad), (3, DONE), (4, DONE)))
+    batch = play(made, ended=((1, DONE), (2, bad), (3, DONE), (4, DONE)))
     assert batch is not None
     assert (batch.admit[0].n_shared, batch.admit[0].fetched) == (1, Fetched(1, 4, 0.0))
     keys = hashes(FIRST)
@@ -232,7 +234,7 @@ def test_what_cannot_be_read_is_a_miss_and_takes_what_is_behind_it_along(bad: Mo
 
 
 @pytest.mark.parametrize("bad", [LATE, STALE])
-def test_what_is_late_stays_on_disk_and_nobody_waits_for_it_twice(bad: MoveEnd) -> None:
+def test_what_is_late_stays_on_disk_and_nobody_waits_for_it_twice(bad: TransferEnd) -> None:
     made = with_saved(saved(FIRST, 0, 1, 2, 3))
     play(made, reserve=(reserve(0, FIRST),))
     batch = end(made, 1, 2, 3, 4, by=bad)
@@ -299,7 +301,7 @@ def test_one_that_would_wait_for_the_disk_passes_nobody() -> None:
     play(made, reserve=(reserve(1, prompt(60), max_len=80),))
     assert play(made, reserve=(reserve(2, prompt(120, start=500), max_len=128),)) is None
     batch = play(made, reserve=(reserve(3, short, max_len=30),))
-    assert batch is None or (batch.admit, batch.moves) == ((), ())
+    assert batch is None or (batch.admit, batch.transfers) == ((), ())
     batch = play(made, reserve=(reserve(4, prompt(17, start=950), max_len=30),))
     assert batch is not None
     assert [each.sequence for each in batch.admit] == [4]
@@ -322,18 +324,18 @@ def test_one_that_computes_all_its_tokens_fetches_nothing() -> None:
     ("costs", "pays"),
     [
         (None, True),
-        (MoveCosts(0.0, 1.0), True),
-        (MoveCosts(1.0, 0.0), True),
-        (MoveCosts(1.0, 0.89), True),
-        (MoveCosts(1.0, MARGIN), False),
-        (MoveCosts(1.0, 2.0), False),
+        (TransferCosts(0.0, 1.0), True),
+        (TransferCosts(1.0, 0.0), True),
+        (TransferCosts(1.0, 0.89), True),
+        (TransferCosts(1.0, MARGIN), False),
+        (TransferCosts(1.0, 2.0), False),
     ],
     ids=str,
 )
-def test_a_fetch_must_be_faster_than_computing(costs: MoveCosts | None, pays: bool) -> None:
+def test_a_fetch_must_be_faster_than_computing(costs: TransferCosts | None, pays: bool) -> None:
     assert fetch_pays(costs, 3) is pays
     made = with_saved(saved(FIRST, 0, 1, 2, 3))
-    batch = play(made, reserve=(reserve(0, FIRST),), move_costs=costs)
+    batch = play(made, reserve=(reserve(0, FIRST),), transfer_costs=costs)
     assert len(orders(batch)) == 4 * pays
     assert batch is not None
     assert len(batch.admit) == (not pays)
@@ -378,7 +380,7 @@ def test_a_reset_voids_transfers_and_ids_go_on() -> None:
     assert (waiting(made), list(made.state.sequences.queue)) == ([], [0])
     batch = made.schedule()
     assert batch is not None
-    assert (batch.reset, batch.moves, batch.admit[0].n_shared) == (1, (), 0)
+    assert (batch.reset, batch.transfers, batch.admit[0].n_shared) == (1, (), 0)
     end(made, 1, 2, 3, 4)  # they ended before the worker heard of the reset
     assert (on_disk(made), made.pool_counts().host_held) == ({}, 0)
     seal(made, 0, hashes(FIRST))
@@ -394,7 +396,7 @@ def test_an_order_that_was_not_sent_before_a_reset_is_not_sent_after_it() -> Non
     made.reset_cache(1)
     batch = made.schedule()
     assert batch is not None
-    assert (batch.reset, batch.moves) == (1, ())
+    assert (batch.reset, batch.transfers) == (1, ())
 
 
 def test_after_a_break_the_inventory_says_what_the_disk_has() -> None:
@@ -431,7 +433,7 @@ def test_a_disk_that_is_given_up_is_forgotten_and_nothing_more_is_ordered() -> N
     play(made, reserve=(reserve(0, FIRST),))
     ended_table(made, 1, SECOND)
     failed = tuple((number, FAILED) for number in made.state.transfers.open)
-    batch = play(made, moved=failed, disk_closed=True)
+    batch = play(made, ended=failed, disk_closed=True)
     assert batch is not None
     assert [(each.sequence, each.n_shared) for each in batch.admit] == [(0, 0)]
     assert (on_disk(made), made.state.transfers.open, made.pool_counts().disk_held) == ({}, {}, 0)
@@ -444,7 +446,7 @@ def test_a_disk_that_is_given_up_is_forgotten_and_nothing_more_is_ordered() -> N
 def test_a_save_that_ends_when_the_disk_is_given_up_changes_nothing() -> None:
     made = made_ledger()
     ended_table(made, 0, FIRST)
-    play(made, moved=((1, DONE),), disk_closed=True)
+    play(made, ended=((1, DONE),), disk_closed=True)
     assert on_disk(made) == {}
     end(made, 2, 3)
     assert on_disk(made) == {}
@@ -464,5 +466,5 @@ def test_ends_of_transfers_that_nobody_knows_change_nothing() -> None:
     made = with_saved(saved(FIRST, 0, 1, 2, 3))
     play(made)
     before = made.pool_counts()
-    assert play(made, moved=((77, DONE), (78, CORRUPT))) is None
+    assert play(made, ended=((77, DONE), (78, CORRUPT))) is None
     assert made.pool_counts() == before

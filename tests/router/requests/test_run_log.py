@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.contracts.clock import ManualClock
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import Decision, DecisionKind, FinishReason, MissReason, SamplingParams, Usage
 from common.process.standstill import Standstill
 from router.contracts.events import Finished, Timings, ValidatedRequest

@@ -10,7 +10,7 @@ from google.rpc import status_pb2
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import little_endian_int32
-from common.contracts.moves import Fetched
+from common.contracts.transfers import Fetched
 from common.contracts.types import (
     Constraint,
     ConstraintKind,

@@ -22,7 +22,7 @@ T = TypeVar("T")
 C = TypeVar("C")
 _COLUMNS = (
     "_reserve", "_bind", "_bind_groups", "_bind_pages", "_seal", "_partials", "_copied", "_trim", "_run_trim",
-    "_returned", "_preempted", "_finished", "_moved",
+    "_returned", "_preempted", "_finished", "_ended",
 )  # fmt: skip
 _PARTS = ("_sequences", "_blocks", "_frames", "_transfers", "_scheduler", "_report", "_partial_copies")
 
@@ -186,7 +186,7 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         tuple(report._preempted),
         tuple(report._finished),
         report._reset,
-        tuple(report._moved),
+        tuple(report._ended),
         report._disk_closed,
     )
 

@@ -158,7 +158,7 @@ class Run:
         self.outputs[new.sequence] = arrival.output
 
     def _round(self, now: int) -> bool:
-        """Move each part once; return whether any had something to do."""
+        """Transfer each part once; return whether any had something to do."""
         moved = bool(self.reports or self.batches or self.flights)
         if (said := self.agent.take_report()) is not None:
             self.reports.append((now + self.episode.delay, said))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, AttachRejected, Inventory, Report
-from common.contracts.moves import PeerSource
+from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared

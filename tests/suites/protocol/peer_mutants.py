@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from common.contracts.moves import Move, MoveEnd
+from common.contracts.transfers import Transfer, TransferEnd
 from common.contracts.types import BlockHash, BlockId
 from gpuworker.scheduling import lease_agent
 from gpuworker.scheduling.block_states import Content
@@ -32,21 +32,21 @@ def find_by_number(claims: ClaimsByHash, block_hash: BlockHash) -> BlockId | Non
     return claims._places.get(block_hash)
 
 
-def ask_again(state: LedgerState, sequence: Sequence, number: int, end: MoveEnd) -> None:
+def ask_again(state: LedgerState, sequence: Sequence, number: int, end: TransferEnd) -> None:
     """What did not come is asked for once more in the same stay."""
     _note_end(state, sequence, number, end)
     if sequence.fetch is not None and not sequence.fetch.open:
         sequence.fetch = None
 
 
-def count_as_landed(state: LedgerState, move: Move, end: MoveEnd) -> None:
-    _end_fetch(state, move, MoveEnd.DONE)
+def count_as_landed(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
+    _end_fetch(state, transfer, TransferEnd.DONE)
 
 
-def claim_at_the_order(book: TransferBook, moves: Any, frames: Any) -> None:
+def claim_at_the_order(book: TransferBook, transfers: Any, frames: Any) -> None:
     """The worker claims what is to come from the order on."""
-    _apply(book, moves, frames)
-    for each in moves:
+    _apply(book, transfers, frames)
+    for each in transfers:
         if each.peer is not None:
             frames.held[each.target.index] = Content(each.hash, each.parent or None, each.depth, 0)
 

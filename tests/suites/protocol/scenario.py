@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from common.contracts.lease import RetainedBlocks
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind
 from gpuworker.scheduling.drafting import Speculation
 from tests.suites.protocol import content
@@ -77,7 +77,7 @@ class Scenario:
     disk: int = 0
     warm: tuple[int, ...] = ()
     peers: int = 0
-    peer_ends: tuple[MoveEnd, ...] = tuple(MoveEnd)
+    peer_ends: tuple[TransferEnd, ...] = tuple(TransferEnd)
     budget: int = 4
     long_prefill_cap: int = 0
     runway_slots: int = 2

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from common.contracts.lease import RetainedBlocks, blocks_needed
-from common.contracts.moves import MoveEnd
+from common.contracts.transfers import TransferEnd
 from common.contracts.types import KvGroup, KvGroupKind
 from tests.suites.protocol.scenario import Request, Scenario
 
@@ -78,7 +78,7 @@ TURNS = (Request((0, 1, 0, 1, 1), 1), Request((1, 0, 0, 1, 1, 1), 1), Request((0
 FETCHED = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 """Both begin with the same two blocks, and a peer has these."""
 
-HALF, STALE = (MoveEnd.DONE, MoveEnd.STALE), (MoveEnd.STALE,)
+HALF, STALE = (TransferEnd.DONE, TransferEnd.STALE), (TransferEnd.STALE,)
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),

@@ -20,7 +20,7 @@ from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.suites.protocol.scenario import Layers, Scenario
 
 if TYPE_CHECKING:
-    from common.contracts.moves import Move
+    from common.contracts.transfers import Transfer
     from tests.suites.protocol.transfer_side import Disk, Image, Write
 
 WORKER = "w"
@@ -114,10 +114,10 @@ class State:
     void: frozenset[BlockHash]
     # The disk of the worker's machine, and what threads of the worker have in hand.
     disk: Disk
-    reading: tuple[Move, ...]
-    coming: tuple[Move, ...]
+    reading: tuple[Transfer, ...]
+    coming: tuple[Transfer, ...]
     writing: tuple[Write, ...]
-    landing: tuple[tuple[Move, Image], ...]
+    landing: tuple[tuple[Transfer, Image], ...]
     # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.
     states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.

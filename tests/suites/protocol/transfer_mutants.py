@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from common.contracts.lease import Copy, TierCopy
-from common.contracts.moves import Move, MoveEnd
+from common.contracts.transfers import Transfer, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FrameId
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.frame_claims import FrameClaims
@@ -47,14 +47,14 @@ def register_at_the_order(state: LedgerState, hashes: list[BlockHash], run: tran
     return ordered
 
 
-def end_a_registered_fetch(state: LedgerState, move: Move, end: MoveEnd) -> None:
-    del state.transfers.fetching[move.hash]
+def end_a_registered_fetch(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
+    del state.transfers.fetching[transfer.hash]
     assert state.store.disk is not None
-    transfers._end_read(state, state.store.disk, move, end)
+    transfers._end_read(state, state.store.disk, transfer, end)
 
 
-def take_every_fetch_for_done(state: LedgerState, move: Move, _: MoveEnd) -> None:
-    _end_fetch(state, move, MoveEnd.DONE)
+def take_every_fetch_for_done(state: LedgerState, transfer: Transfer, _: TransferEnd) -> None:
+    _end_fetch(state, transfer, TransferEnd.DONE)
 
 
 def count_a_save_at_the_order(state: LedgerState, disk: FrameTier, block_hash: BlockHash) -> None:
@@ -63,7 +63,7 @@ def count_a_save_at_the_order(state: LedgerState, disk: FrameTier, block_hash: B
         state.store.cache.note_arrived(disk, block_hash)
 
 
-def end_a_counted_save(state: LedgerState, _: Move, __: MoveEnd) -> None:
+def end_a_counted_save(state: LedgerState, _: Transfer, __: TransferEnd) -> None:
     state.transfers.saves -= 1
 
 
@@ -98,32 +98,32 @@ def fetch_again(state: LedgerState, sequence: Sequence) -> transfers.FetchRun | 
 
 def read_nothing_in_time(world: TransferSide, _: int) -> bool:
     """The disk answers no fetch in time: the engine gives up each of them."""
-    move, *rest = world.reading
+    transfer, *rest = world.reading
     world.reading = tuple(rest)
-    world.agent.end_transfer(move, MoveEnd.LATE)
+    world.agent.end_transfer(transfer, TransferEnd.LATE)
     return True
 
 
 # ------------------------------------------------------------ when images are taken and landed
 
 
-def land_behind_steps(agent: LeaseAgent, move: Move) -> bool:
-    may = agent._transfers.may_land(move, [copy for plan in agent._in_flight for copy in plan.copies])
+def land_behind_steps(agent: LeaseAgent, transfer: Transfer) -> bool:
+    may = agent._transfers.may_land(transfer, [copy for plan in agent._in_flight for copy in plan.copies])
     agent._transfer_waits |= not may
     return may
 
 
-def land_behind_what_waits(agent: LeaseAgent, move: Move) -> bool:
-    may = agent._transfers.may_land(move, agent._copies)
+def land_behind_what_waits(agent: LeaseAgent, transfer: Transfer) -> bool:
+    may = agent._transfers.may_land(transfer, agent._copies)
     agent._transfer_waits |= not may
     return may
 
 
-def land_without_a_step(agent: LeaseAgent, move: Move) -> bool:
-    return agent._transfers.may_land(move, agent._copies_under_way())
+def land_without_a_step(agent: LeaseAgent, transfer: Transfer) -> bool:
+    return agent._transfers.may_land(transfer, agent._copies_under_way())
 
 
-def take_without_a_step(agent: LeaseAgent, most: int) -> list[Move]:
+def take_without_a_step(agent: LeaseAgent, most: int) -> list[Transfer]:
     ready = _take_saves(agent, most)
     agent._transfer_waits = False
     return ready
@@ -131,11 +131,11 @@ def take_without_a_step(agent: LeaseAgent, most: int) -> list[Move]:
 
 def take_at_once(
     book: TransferBook, blocks: BlockStates, frames: FrameClaims, _: Iterable[Copy | TierCopy], most: int
-) -> tuple[list[Move], list[Move]]:
+) -> tuple[list[Transfer], list[Transfer]]:
     return _book_saves(book, blocks, frames, (), most)
 
 
-def take_without_looking(book: TransferBook, *given: Any) -> tuple[list[Move], list[Move]]:
+def take_without_looking(book: TransferBook, *given: Any) -> tuple[list[Transfer], list[Transfer]]:
     ready, stale = _book_saves(book, *given)
     return [*ready, *stale], []
 
@@ -207,10 +207,12 @@ def start_without_the_last_reset(world: ManagerSide) -> None:
     world.managers[-1].core.last_reset = 0
 
 
-def end_with_the_claim(book: TransferBook, move: Move, end: MoveEnd, frames: FrameClaims, step: int) -> bool:
+def end_with_the_claim(
+    book: TransferBook, transfer: Transfer, end: TransferEnd, frames: FrameClaims, step: int
+) -> bool:
     kept: dict[FrameId, Content] = book.saved.copy()
-    ended = _book_end(book, move, end, frames, step)
-    if end is MoveEnd.CORRUPT:
+    ended = _book_end(book, transfer, end, frames, step)
+    if end is TransferEnd.CORRUPT:
         book.saved = kept
     return ended
 

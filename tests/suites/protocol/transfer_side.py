@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.contracts.lease import CachedBlock, Copy, TierCopy
-from common.contracts.moves import Medium, Move, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from kvmanager.contracts.block import ROOT
@@ -62,7 +62,7 @@ def disk_with(tokens: tuple[int, ...], block_size: int) -> Disk:
 class Write(NamedTuple):
     """A write under way, and the reset after which it was ordered."""
 
-    move: Move
+    transfer: Transfer
     image: Image
     reset: int
 
@@ -78,61 +78,69 @@ class TransferSide(State):
     def begin(self, _: int) -> bool:
         """The engine hands what was ordered to threads; it takes images of what it saves."""
         reads, saves = tuple(self.agent.take_reads()), self.agent.take_saves(1)
-        for move in saves:
-            self._check_free(move.source, written=True)
-            at = self.device.frame(move.source.index) if move.source.medium is Medium.HOST else move.source.index
-            self.writing = (*self.writing, Write(move, tuple(self.device.slots[at]), self.disk.reset))
-        self.reading = (*self.reading, *(move for move in reads if move.peer is None))
-        self.coming = (*self.coming, *(move for move in reads if move.peer is not None))
+        for transfer in saves:
+            self._check_free(transfer.source, written=True)
+            at = (
+                self.device.frame(transfer.source.index)
+                if transfer.source.medium is Medium.HOST
+                else transfer.source.index
+            )
+            self.writing = (*self.writing, Write(transfer, tuple(self.device.slots[at]), self.disk.reset))
+        self.reading = (*self.reading, *(transfer for transfer in reads if transfer.peer is None))
+        self.coming = (*self.coming, *(transfer for transfer in reads if transfer.peer is not None))
         return bool(reads or saves)
 
     def read(self, _: int) -> bool:
         """A thread has read the oldest fetch."""
-        move, *rest = self.reading
+        transfer, *rest = self.reading
         self.reading = tuple(rest)
-        entry = self.disk.get(move.source.index)
-        right = entry is not None and (entry.hash, entry.parent, entry.depth) == (move.hash, move.parent, move.depth)
+        entry = self.disk.get(transfer.source.index)
+        right = entry is not None and (entry.hash, entry.parent, entry.depth) == (
+            transfer.hash,
+            transfer.parent,
+            transfer.depth,
+        )
         if entry is not None and right and entry.image is not None:
-            self.landing = (*self.landing, (move, entry.image))
+            self.landing = (*self.landing, (transfer, entry.image))
             return True
         if entry is not None and right:
-            self.disk = self.disk.put(move.source.index, None)
-        self.agent.end_transfer(move, MoveEnd.CORRUPT)
+            self.disk = self.disk.put(transfer.source.index, None)
+        self.agent.end_transfer(transfer, TransferEnd.CORRUPT)
         return True
 
     def come(self, end: int) -> bool:
         """The oldest fetch from a peer ends: its content is here, or the peer, or the way to it, fails."""
-        move, *rest = self.coming
+        transfer, *rest = self.coming
         self.coming = tuple(rest)
-        assert move.peer is not None
-        if end is MoveEnd.DONE:
-            self.landing = (*self.landing, (move, content.image_of(move.hash, self.scenario.block_size)))
+        assert transfer.peer is not None
+        if end is TransferEnd.DONE:
+            self.landing = (*self.landing, (transfer, content.image_of(transfer.hash, self.scenario.block_size)))
         else:
-            self.agent.end_transfer(move, MoveEnd(end))
+            self.agent.end_transfer(transfer, TransferEnd(end))
         return True
 
     def write(self, _: int) -> bool:
         """A thread has written the oldest save."""
         write, *rest = self.writing
         self.writing = tuple(rest)
-        move = write.move
+        transfer = write.transfer
         if write.reset == self.disk.reset:
-            entry = Entry(move.hash, move.parent, move.depth, write.image)
-            self.disk = self.disk.put(move.target.index, entry)
-        self.agent.end_transfer(move, MoveEnd.DONE)
+            entry = Entry(transfer.hash, transfer.parent, transfer.depth, write.image)
+            self.disk = self.disk.put(transfer.target.index, entry)
+        self.agent.end_transfer(transfer, TransferEnd.DONE)
         return True
 
     def land(self, _: int) -> bool:
         """The engine puts the oldest image that was read into its frame, if that may be done now."""
-        (move, image), *rest = self.landing
-        if self.agent.is_open(move):
-            if not self.agent.may_land(move):
+        (transfer, image), *rest = self.landing
+        if self.agent.is_open(transfer):
+            if not self.agent.may_land(transfer):
                 return False
-            self._check_free(move.target)
-            self.device.slots[self.device.frame(move.target.index)] = list(image)
-            self.agent.end_transfer(move, MoveEnd.DONE)
-            if move.peer is not None and self.agent.reset == self.resets:
-                self.void -= {move.hash}  # ordered after the reset, so the peer has carried it out
+            self._check_free(transfer.target)
+            self.device.slots[self.device.frame(transfer.target.index)] = list(image)
+            self.agent.end_transfer(transfer, TransferEnd.DONE)
+            if transfer.peer is not None and self.agent.reset == self.resets:
+                self.void -= {transfer.hash}  # ordered after the reset, so the peer has carried it out
         self.landing = tuple(rest)
         return True
 

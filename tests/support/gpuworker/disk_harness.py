@@ -1,4 +1,4 @@
-"""Frames on disk for tests: blocks of 40 bytes, moves, and a system whose calls fail or end the process."""
+"""Frames on disk for tests: blocks of 40 bytes, transfers, and a system whose calls fail or end the process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from common.contracts.moves import Medium, Move, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId, KvGeometry, PoolIdentity
 from gpuworker.memory.disk_frames import DiskFrames, size_of
-from gpuworker.scheduling.image_moves import MoveFailed
+from gpuworker.scheduling.images import TransferFailed
 
 SIZE = 40
 IDENTITY = PoolIdentity("a" * 32, "b" * 32, 16, KvGeometry(2, 3, 8, 4, "float32"))
@@ -26,34 +26,34 @@ def image_of(name: object) -> bytes:
     return (sha256(f"image {name}".encode()).digest() * 2)[:SIZE]
 
 
-def save(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Move:
+def save(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Transfer:
     places = Place(Medium.BLOCK, FrameId(7)), Place(Medium.DISK, FrameId(frame))
-    return Move(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
+    return Transfer(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
 
 
-def fetch(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Move:
+def fetch(name: object, frame: int, parent: object = "root", depth: int = 0, number: int = 1) -> Transfer:
     places = Place(Medium.DISK, FrameId(frame)), Place(Medium.HOST, FrameId(3))
-    return Move(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
+    return Transfer(number, hash_of(name), hash_of(parent) if depth else BlockHash(b""), depth, *places)
 
 
 def opened(folder: Path, frames: int = 4, identity: PoolIdentity = IDENTITY, **options: Any) -> DiskFrames:
     return DiskFrames.open(folder, size_of(frames, SIZE), SIZE, identity, **options)
 
 
-def read_or_end(disk: DiskFrames, move: Move) -> bytes | MoveEnd:
+def read_or_end(disk: DiskFrames, transfer: Transfer) -> bytes | TransferEnd:
     """Return the image that a fetch finds, or how it ends."""
     try:
-        return disk.read(move)
-    except MoveFailed as failure:
+        return disk.read(transfer)
+    except TransferFailed as failure:
         return failure.end
 
 
-def write_or_end(disk: DiskFrames, move: Move, image: bytes, generation: int | None = None) -> MoveEnd:
+def write_or_end(disk: DiskFrames, transfer: Transfer, image: bytes, generation: int | None = None) -> TransferEnd:
     try:
-        disk.write(move, image, generation)
-    except MoveFailed as failure:
+        disk.write(transfer, image, generation)
+    except TransferFailed as failure:
         return failure.end
-    return MoveEnd.DONE
+    return TransferEnd.DONE
 
 
 def held(disk: DiskFrames) -> dict[int, BlockHash]:

@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from common.contracts.moves import Medium, Move, MoveEnd, PeerSource, Place
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
+from common.contracts.transfers import Medium, PeerSource, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from common.process import die_with_parent
 from gpuworker.peers.carriers import Image, host_key
-from gpuworker.peers.client import ClientLimits, MovedImage, PeerClient
+from gpuworker.peers.client import ClientLimits, EndedTransfer, PeerClient
 from gpuworker.peers.server import Deliver, PeerServer, ServerLimits, ServesTls, listen
 from gpuworker.peers.wire import PeerIdentity
 
@@ -47,10 +47,10 @@ def hashes_of(count: int, mark: bytes = b"") -> tuple[BlockHash, ...]:
     return tuple(BlockHash(mark + number.to_bytes(16 - len(mark), "big")) for number in range(count))
 
 
-def moves_of(hashes: Sequence[BlockHash]) -> list[Move]:
+def moves_of(hashes: Sequence[BlockHash]) -> list[Transfer]:
     parent = BlockHash(bytes(16))
     return [
-        Move(number, each, parent, 0, Place(Medium.BLOCK, FrameId(0)), Place(Medium.HOST, FrameId(number)))
+        Transfer(number, each, parent, 0, Place(Medium.BLOCK, FrameId(0)), Place(Medium.HOST, FrameId(number)))
         for number, each in enumerate(hashes)
     ]
 
@@ -132,30 +132,30 @@ class Destination:
     def fetch(self, port: int, hashes: Sequence[BlockHash], patience: float = PATIENCE, **changed: Any) -> None:
         self.client.fetch(self.source(port, hashes, **changed), moves_of(hashes), patience)
 
-    def landed(self, count: int) -> list[MovedImage]:
-        """Wait until so many moves have ended, and return them by the numbers of the moves."""
-        found: list[MovedImage] = []
+    def landed(self, count: int) -> list[EndedTransfer]:
+        """Wait until so many transfers have ended, and return them by the numbers of the transfers."""
+        found: list[EndedTransfer] = []
         until = time.monotonic() + PATIENCE
         while len(found) < count:
-            assert self._woken.wait(max(0.0, until - time.monotonic())), f"{len(found)} of {count} moves ended"
+            assert self._woken.wait(max(0.0, until - time.monotonic())), f"{len(found)} of {count} transfers ended"
             self._woken.clear()
             found += self.client.poll()
-        return sorted(found, key=lambda moved: moved.move.id)
+        return sorted(found, key=lambda moved: moved.transfer.id)
 
     def fetched(
         self, port: int, hashes: Sequence[BlockHash], patience: float = PATIENCE, **changed: Any
-    ) -> list[MoveEnd]:
+    ) -> list[TransferEnd]:
         """Fetch, wait for all, check the images of what is DONE, and return the ends."""
         self.fetch(port, hashes, patience, **changed)
         return ends_of(self.landed(len(hashes)))
 
 
-def ends_of(landed: Sequence[MovedImage]) -> list[MoveEnd]:
+def ends_of(landed: Sequence[EndedTransfer]) -> list[TransferEnd]:
     """Return the ends, after a look at every image."""
     for moved in landed:
-        if moved.end is MoveEnd.DONE:
+        if moved.end is TransferEnd.DONE:
             assert moved.image is not None
-            assert bytes(moved.image) == image_of(moved.move.hash)
+            assert bytes(moved.image) == image_of(moved.transfer.hash)
         else:
             assert moved.image is None
     return [moved.end for moved in landed]

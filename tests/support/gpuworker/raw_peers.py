@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import xxhash
 
-from common.contracts.moves import MoveEnd
 from common.contracts.transfer_tokens import TokenScope, make_token
+from common.contracts.transfers import TransferEnd
 from gpuworker.peers import wire
 from gpuworker.peers.channel import Channel, ChannelBroken, Pace
 from gpuworker.peers.server import PeerServer
@@ -82,7 +82,7 @@ def lying(lie: Lie, welcome: bytes | None = None) -> Iterator[Liar]:
 def item_of(request: Request, item: int, /, **changed: object) -> bytes:
     """Return a right answer, or one with other fields."""
     image = image_of(request.hashes[item])
-    right = Item(request.number, item, MoveEnd.DONE, len(image), xxhash.xxh3_128_digest(image))
+    right = Item(request.number, item, TransferEnd.DONE, len(image), xxhash.xxh3_128_digest(image))
     return wire.pack_item(replace(right, **changed)) + image  # type: ignore[arg-type]
 
 

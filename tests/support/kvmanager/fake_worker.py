@@ -20,7 +20,7 @@ from common.contracts.hashing import (
 )
 from common.contracts.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
 from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
-from common.contracts.moves import Medium, Move, MoveCosts, MoveEnd, Place
+from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, FrameId, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
 
@@ -103,9 +103,9 @@ class FakeWorker:
         self.frames: dict[FrameId, Frame] = {}
         self.saved: dict[FrameId, Frame] = {}  # on disk
         self.saved_reset = 0  # the last one that the disk has carried out
-        self.transfers: dict[int, Move] = {}  # those that have not ended
+        self.transfers: dict[int, Transfer] = {}  # those that have not ended
         self.has_disk = True
-        self.costs: MoveCosts | None = None
+        self.costs: TransferCosts | None = None
         self.used = [0] * num_blocks
         self.live: dict[SequenceId, Live] = {}
         self.pool: list[BlockId] = []
@@ -125,7 +125,7 @@ class FakeWorker:
         self.copied: list[SequenceId] = []
         self.ended: list[tuple[SequenceId, FinishReason]] = []
         self.stalled: set[SequenceId] = set()
-        self.moved: list[tuple[int, MoveEnd]] = []
+        self.moved: list[tuple[int, TransferEnd]] = []
         self.closes = False
 
     # ------------------------------------------------------------ requests
@@ -183,7 +183,7 @@ class FakeWorker:
             self._reset(block)
             self.pool.append(block)
         self._reset_cache(batch.reset)
-        for move in batch.moves:
+        for move in batch.transfers:
             self._order(move)
         for order in batch.preempt:
             live = self.live.get(order.sequence)
@@ -192,13 +192,13 @@ class FakeWorker:
         for number in batch.cancel:
             self.cancel(number)
 
-    def _order(self, move: Move) -> None:
+    def _order(self, move: Transfer) -> None:
         """Take over a transfer. Its target holds nothing from now on, and no other one fills it."""
         assert move.target not in [each.target for each in self.transfers.values()], f"two transfers fill {move.target}"
         (self.saved if move.saves else self.frames).pop(move.target.index, None)
         self.transfers[move.id] = move
         if not self.has_disk:
-            self.end_transfer(move.id, MoveEnd.FAILED)
+            self.end_transfer(move.id, TransferEnd.FAILED)
 
     def _load(self, block: BlockId, frame: Frame) -> None:
         held = {each for live in self.live.values() for each in live.block_table}
@@ -246,16 +246,16 @@ class FakeWorker:
 
     # ------------------------------------------------------------ transfers
 
-    def end_transfer(self, number: int, end: MoveEnd) -> None:
+    def end_transfer(self, number: int, end: TransferEnd) -> None:
         """End a transfer; one that is to be DONE is STALE or CORRUPT if its source holds something else by now."""
         move = self.transfers.pop(number)
         held = self._frame_at(move.source)
         fits = held is not None and held.claim == (move.hash, move.parent or None) and held.depth == move.depth
-        if end is MoveEnd.DONE and not fits:
-            end = MoveEnd.STALE if move.saves else MoveEnd.CORRUPT
-        if end is MoveEnd.DONE and held is not None:
+        if end is TransferEnd.DONE and not fits:
+            end = TransferEnd.STALE if move.saves else TransferEnd.CORRUPT
+        if end is TransferEnd.DONE and held is not None:
             (self.saved if move.saves else self.frames)[move.target.index] = held
-        if end in (MoveEnd.CORRUPT, MoveEnd.FAILED) and not move.saves and fits:
+        if end in (TransferEnd.CORRUPT, TransferEnd.FAILED) and not move.saves and fits:
             del self.saved[move.source.index]
         self.moved.append((number, end))
 
@@ -279,7 +279,7 @@ class FakeWorker:
     def close_disk(self) -> None:
         """Give up the disk: every transfer fails, and no frame on it holds anything."""
         for number in list(self.transfers):
-            self.end_transfer(number, MoveEnd.FAILED)
+            self.end_transfer(number, TransferEnd.FAILED)
         self.saved.clear()
         self.has_disk, self.closes = False, True
 
@@ -427,8 +427,8 @@ class FakeWorker:
             reset=self.confirms,
             partials=tuple(self.partials),
             copied=tuple(self.copied),
-            moved=tuple(self.moved),
-            move_costs=self.costs,
+            ended=tuple(self.moved),
+            transfer_costs=self.costs,
             disk_closed=self.closes,
         )
         stalled = self.stalled

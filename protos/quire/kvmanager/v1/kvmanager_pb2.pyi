@@ -589,9 +589,9 @@ class Report(_message.Message):
     BIND_GROUPS_FIELD_NUMBER: _builtins.int
     BIND_PAGES_FIELD_NUMBER: _builtins.int
     TRIM_GROUPS_FIELD_NUMBER: _builtins.int
-    MOVED_IDS_FIELD_NUMBER: _builtins.int
-    MOVED_ENDS_FIELD_NUMBER: _builtins.int
-    MOVE_COSTS_FIELD_NUMBER: _builtins.int
+    ENDED_IDS_FIELD_NUMBER: _builtins.int
+    ENDED_ENDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_COSTS_FIELD_NUMBER: _builtins.int
     DISK_CLOSED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
@@ -626,11 +626,11 @@ class Report(_message.Message):
     """
     bind_pages: _builtins.bytes
     trim_groups: _builtins.bytes
-    moved_ids: _builtins.bytes
+    ended_ids: _builtins.bytes
     """Moves that have ended: uint64 ids, and a byte each: 0 done, 1 the source holds something else, 2 corrupt, 3 failed,
     4 late.
     """
-    moved_ends: _builtins.bytes
+    ended_ends: _builtins.bytes
     disk_closed: _builtins.bool
     """No frame on disk holds anything for the rest of the session."""
     @_builtins.property
@@ -642,7 +642,7 @@ class Report(_message.Message):
         """The complete set of stalled sequences; absent when it did not change since the last report."""
 
     @_builtins.property
-    def move_costs(self) -> Global___MoveCosts:
+    def transfer_costs(self) -> Global___TransferCosts:
         """Seconds of a block at present: to compute it in a prompt, and to read it from disk. Absent when unchanged."""
 
     def __init__(
@@ -672,28 +672,28 @@ class Report(_message.Message):
         bind_groups: _builtins.bytes = ...,
         bind_pages: _builtins.bytes = ...,
         trim_groups: _builtins.bytes = ...,
-        moved_ids: _builtins.bytes = ...,
-        moved_ends: _builtins.bytes = ...,
-        move_costs: Global___MoveCosts | None = ...,
+        ended_ids: _builtins.bytes = ...,
+        ended_ends: _builtins.bytes = ...,
+        transfer_costs: Global___TransferCosts | None = ...,
         disk_closed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs", "_stalled", b"_stalled", "move_costs", b"move_costs", "stalled", b"stalled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "_transfer_costs", b"_transfer_costs", "stalled", b"stalled", "transfer_costs", b"transfer_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs", "_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "disk_closed", b"disk_closed", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "move_costs", b"move_costs", "moved_ends", b"moved_ends", "moved_ids", b"moved_ids", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "_transfer_costs", b"_transfer_costs", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "disk_closed", b"disk_closed", "ended_ends", b"ended_ends", "ended_ids", b"ended_ids", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "transfer_costs", b"transfer_costs", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__move_costs: _TypeAlias = _typing.Literal["move_costs"]  # noqa: Y015
-    _WhichOneofArgType__move_costs: _TypeAlias = _typing.Literal["_move_costs", b"_move_costs"]  # noqa: Y015
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__move_costs) -> _WhichOneofReturnType__move_costs | None: ...
+    _WhichOneofReturnType__transfer_costs: _TypeAlias = _typing.Literal["transfer_costs"]  # noqa: Y015
+    _WhichOneofArgType__transfer_costs: _TypeAlias = _typing.Literal["_transfer_costs", b"_transfer_costs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stalled) -> _WhichOneofReturnType__stalled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_costs) -> _WhichOneofReturnType__transfer_costs | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
-class MoveCosts(_message.Message):
+class TransferCosts(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
@@ -719,7 +719,7 @@ class MoveCosts(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MoveCosts: _TypeAlias = MoveCosts  # noqa: Y015
+Global___TransferCosts: _TypeAlias = TransferCosts  # noqa: Y015
 
 @_typing.final
 class PeerSource(_message.Message):
@@ -884,15 +884,15 @@ class GrantBatch(_message.Message):
     TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_FRAMES_FIELD_NUMBER: _builtins.int
     TIER_LOADS_FIELD_NUMBER: _builtins.int
-    MOVE_IDS_FIELD_NUMBER: _builtins.int
-    MOVE_HASHES_FIELD_NUMBER: _builtins.int
-    MOVE_PARENT_HASHES_FIELD_NUMBER: _builtins.int
-    MOVE_DEPTHS_FIELD_NUMBER: _builtins.int
-    MOVE_SOURCES_FIELD_NUMBER: _builtins.int
-    MOVE_SOURCE_INDEXES_FIELD_NUMBER: _builtins.int
-    MOVE_TARGETS_FIELD_NUMBER: _builtins.int
-    MOVE_TARGET_INDEXES_FIELD_NUMBER: _builtins.int
-    MOVE_PEERS_FIELD_NUMBER: _builtins.int
+    TRANSFER_IDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_HASHES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    TRANSFER_DEPTHS_FIELD_NUMBER: _builtins.int
+    TRANSFER_SOURCES_FIELD_NUMBER: _builtins.int
+    TRANSFER_SOURCE_INDEXES_FIELD_NUMBER: _builtins.int
+    TRANSFER_TARGETS_FIELD_NUMBER: _builtins.int
+    TRANSFER_TARGET_INDEXES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PEERS_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -911,26 +911,26 @@ class GrantBatch(_message.Message):
     """
     tier_frames: _builtins.bytes
     tier_loads: _builtins.bytes
-    move_ids: _builtins.bytes
+    transfer_ids: _builtins.bytes
     """Blocks to be copied beside the steps, from a block or a host frame to disk, or from disk to a host frame. Parallel
     arrays: uint64 ids, 16-byte hashes, those of the blocks before them (any bytes for the first block of a prompt),
     numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk, 8 another worker),
-    and int32 indexes. That of another worker is its place in move_peers.
+    and int32 indexes. That of another worker is its place in transfer_peers.
     The target holds nothing until the worker has reported that the move is done.
     """
-    move_hashes: _builtins.bytes
-    move_parent_hashes: _builtins.bytes
-    move_depths: _builtins.bytes
-    move_sources: _builtins.bytes
-    move_source_indexes: _builtins.bytes
-    move_targets: _builtins.bytes
-    move_target_indexes: _builtins.bytes
+    transfer_hashes: _builtins.bytes
+    transfer_parent_hashes: _builtins.bytes
+    transfer_depths: _builtins.bytes
+    transfer_sources: _builtins.bytes
+    transfer_source_indexes: _builtins.bytes
+    transfer_targets: _builtins.bytes
+    transfer_target_indexes: _builtins.bytes
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
     def preempt_decision_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def move_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerSource]: ...
+    def transfer_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerSource]: ...
     def __init__(
         self,
         *,
@@ -947,19 +947,19 @@ class GrantBatch(_message.Message):
         tier_blocks: _builtins.bytes = ...,
         tier_frames: _builtins.bytes = ...,
         tier_loads: _builtins.bytes = ...,
-        move_ids: _builtins.bytes = ...,
-        move_hashes: _builtins.bytes = ...,
-        move_parent_hashes: _builtins.bytes = ...,
-        move_depths: _builtins.bytes = ...,
-        move_sources: _builtins.bytes = ...,
-        move_source_indexes: _builtins.bytes = ...,
-        move_targets: _builtins.bytes = ...,
-        move_target_indexes: _builtins.bytes = ...,
-        move_peers: _abc.Iterable[Global___PeerSource] | None = ...,
+        transfer_ids: _builtins.bytes = ...,
+        transfer_hashes: _builtins.bytes = ...,
+        transfer_parent_hashes: _builtins.bytes = ...,
+        transfer_depths: _builtins.bytes = ...,
+        transfer_sources: _builtins.bytes = ...,
+        transfer_source_indexes: _builtins.bytes = ...,
+        transfer_targets: _builtins.bytes = ...,
+        transfer_target_indexes: _builtins.bytes = ...,
+        transfer_peers: _abc.Iterable[Global___PeerSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "move_depths", b"move_depths", "move_hashes", b"move_hashes", "move_ids", b"move_ids", "move_parent_hashes", b"move_parent_hashes", "move_peers", b"move_peers", "move_source_indexes", b"move_source_indexes", "move_sources", b"move_sources", "move_target_indexes", b"move_target_indexes", "move_targets", b"move_targets", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads", "transfer_depths", b"transfer_depths", "transfer_hashes", b"transfer_hashes", "transfer_ids", b"transfer_ids", "transfer_parent_hashes", b"transfer_parent_hashes", "transfer_peers", b"transfer_peers", "transfer_source_indexes", b"transfer_source_indexes", "transfer_sources", b"transfer_sources", "transfer_target_indexes", b"transfer_target_indexes", "transfer_targets", b"transfer_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

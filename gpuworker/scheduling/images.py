@@ -1,4 +1,4 @@
-"""The images of blocks as the engine's loop moves them: where they are taken and put, and what moves them to disk.
+"""The images of blocks as the engine transfers them: where they are taken and put, and what moves them to disk.
 
     a save   block or host frame --take--> image --mover's thread--> frame on disk
     a fetch  frame on disk --mover's thread--> image --land--> host frame
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from common.contracts.moves import Move, MoveEnd, Place
+from common.contracts.transfers import Place, Transfer, TransferEnd
 from common.contracts.types import FrameId
 
 Image = bytes | bytearray | memoryview
@@ -33,20 +33,20 @@ class Images(Protocol):
         ...
 
 
-class MoveFailed(Exception):
-    """A move did not end well; `end` says how."""
+class TransferFailed(Exception):
+    """A transfer did not end well; `end` says how."""
 
-    def __init__(self, end: MoveEnd) -> None:
+    def __init__(self, end: TransferEnd) -> None:
         super().__init__(end.name)
         self.end = end
 
 
-class MovedImage(NamedTuple):
-    """A move that has ended, after `seconds` of work. A fetch that is DONE has the `image`, which is verified."""
+class EndedTransfer(NamedTuple):
+    """A transfer that has ended, after `seconds` of work. A fetch that is DONE has the `image`, which is verified."""
 
-    move: Move
+    transfer: Transfer
     image: Image | None
-    end: MoveEnd
+    end: TransferEnd
     seconds: float
 
 
@@ -54,7 +54,7 @@ class ImageMover(Protocol):
     """Moves images to and from disk, beside the steps. Called from the engine's thread; `start` and `poll` never wait.
 
     `read_seconds` is what a fetch takes of late, without its wait for others; 0 until there was one. Once the disk is
-    not `usable`, every move fails.
+    not `usable`, every transfer fails.
     """
 
     @property
@@ -63,12 +63,12 @@ class ImageMover(Protocol):
     @property
     def read_seconds(self) -> float: ...
 
-    def start(self, move: Move, image: Image | None = None) -> None:
-        """Begin a move, behind all earlier ones in its direction. A save has its image, which nobody changes then."""
+    def start(self, transfer: Transfer, image: Image | None = None) -> None:
+        """Begin a transfer, behind all earlier ones in its direction. A save has its image, which nobody changes."""
         ...
 
-    def poll(self) -> list[MovedImage]:
-        """Return the moves that have ended since the last call, in that order. Each ends once."""
+    def poll(self) -> list[EndedTransfer]:
+        """Return the transfers that have ended since the last call, in that order. Each ends once."""
         ...
 
     def clear(self, reset: int) -> None:

@@ -1,7 +1,7 @@
-"""Moves of blocks' images between a worker's tiers, beside its steps: what M orders and how W says that they ended.
+"""Transfers of blocks' images between a worker's tiers, beside its steps: what M orders and how W says that they ended.
 
-Copies between blocks and frames of the host tier (`TierCopy`) are no moves: they run in the order of the steps. What
-takes longer, or may fail, comes to a frame of the host tier by a move, and from there to a block by a copy.
+Copies between blocks and frames of the host tier (`TierCopy`) are no transfers: they run in the order of the steps.
+What takes longer, or may fail, comes to a frame of the host tier by a transfer, and from there to a block by a copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PeerSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transfer:
     """Copy a sealed block's image from one place to another, beside the steps; the end of it is reported.
 
     A save goes from a block or a host frame to disk, a fetch from disk, or from the worker `peer`, to a host frame.
@@ -71,8 +71,8 @@ class Move:
         return self.target.medium is Medium.DISK
 
 
-class MoveEnd(IntEnum):
-    """How a move ended. Only a move that is DONE has changed what its target holds."""
+class TransferEnd(IntEnum):
+    """How a transfer ended. Only a transfer that is DONE has changed what its target holds."""
 
     DONE = 0
     STALE = 1
@@ -86,7 +86,7 @@ class MoveEnd(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MoveCosts:
+class TransferCosts:
     """What a block costs W at present, in seconds: to compute it in a prompt, to read it from disk, from a peer.
 
     A fetch from a peer takes `peer_setup` more. 0: not known.
