@@ -110,6 +110,14 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.ROUTER_WITHOUT_MEMORY,
         Kind.WORKER_WITHOUT_MEMORY,
     ),
+    "a worker dies, or stands still, while another one fetches its blocks": (
+        f"{SUITES}/e2e/test_peer_fetch.py::test_a_source_that_dies_or_stands_still_in_the_middle_is_a_miss",
+        f"{SUITES}/e2e/test_peer_fetch.py::test_a_destination_that_is_killed_in_the_middle_fetches_again_once_it_is_back",
+    ),
+    "blocks leave a worker, or a reset comes, while another one fetches them": (
+        f"{SUITES}/e2e/test_peer_fetch.py::test_what_the_source_has_evicted_meanwhile_is_a_miss",
+        f"{SUITES}/e2e/test_peer_fetch.py::test_a_reset_in_the_middle_leaves_no_hit",
+    ),
     "a frame on disk rots or cannot be read": (
         f"{SUITES}/e2e/test_disk_cache.py::test_blocks_that_rot_are_misses",
         f"{MANAGER}/ledger/test_transfer_records.py::test_a_fetch_that_fails_says_how",
