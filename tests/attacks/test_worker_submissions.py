@@ -119,7 +119,6 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # what: (fields of the sampling, fields of the submit, the field that is named)
     "min_tokens above max_tokens": ({"min_tokens": MOST}, {}, "sampling.min_tokens"),
     "negative min_tokens": ({"min_tokens": -MOST}, {}, "sampling.min_tokens"),
-    "no output": ({"max_tokens": 0}, {}, "sampling.max_tokens"),
     "negative max_tokens": ({"max_tokens": -1}, {}, "sampling.max_tokens"),
     "temperature is not a number": ({"temperature": math.nan}, {}, "sampling.temperature"),
     "infinite temperature": ({"temperature": math.inf}, {}, "sampling.temperature"),

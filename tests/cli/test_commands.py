@@ -109,7 +109,7 @@ def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
 def test_figures_are_json_on_one_line_where_asked(up: Up) -> None:
     status = json.loads(quire("status", *up.admin, "--json").stdout)
     assert (status["workers"][0]["num_blocks"], status["model"]["max_model_len"]) == (512, 1024)
-    asked = ("generate", "ab", "--raw", "--max-tokens", "3", "--json", "--address", up.address)
+    asked = ("generate", "ab", "--raw", "--max-tokens", "3", "--temperature", "0", "--json", "--address", up.address)
     shown = quire(*asked)
     assert shown.stdout.count("\n") == 1
     done = json.loads(shown.stdout)
