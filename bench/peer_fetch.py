@@ -7,10 +7,11 @@ A KV manager and two workers run as processes, each worker with one thread. For 
 pairs to the second worker: one that the first one has computed, so that its blocks are fetched, and one that nobody
 has. Behind the prefix stand a few tokens of the prompt's own. TTFT is that of the client.
 
-`forecast_error_p50` compares what the manager expected of a fetch, the costs that the worker had told it last times the
-blocks, with what its grant says that the wait took; the first fetches connect, and teach nothing. Then streams run at
-the first worker, and gaps between their tokens are compared: while the second worker fetches from it, and while the
-second worker has nothing to do.
+`forecast_error_p50` compares what the manager expected of a fetch with what the wait took, as its grant says both; the
+first fetches connect, and teach nothing. Then streams run at the first worker, and gaps between their tokens are
+compared: while the second worker fetches from it, and while the second worker has nothing to do.
+
+The workers tell the manager that computing is dear, so that it fetches at every length, also where that does not pay.
 
 Every fetched prompt must have had all its blocks from the other worker, and every computed one none. So blocks moved
 where they should, and nowhere else.
@@ -38,7 +39,7 @@ from bench.lib.checkpoints import MEDIUM, SMALL
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.workers import manager_process
 from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
-from common.contracts.types import PoolIdentity
+from common.contracts.types import BlockHash, PoolIdentity
 from common.process import die_with_parent
 from common.process.ports import free_ports
 from common.process.python import module_command
@@ -48,6 +49,7 @@ from common.wire.packing import pack_hashes, unpack_u32
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2 as types
 
 BLOCK_SIZE: Final = 16
@@ -89,7 +91,7 @@ class Process:
 
     def __init__(self, folder: Path, name: str, manager: str, flags: Sequence[str]) -> None:
         port, metrics = free_ports(2)
-        self.name, self.address, self.costs = name, f"127.0.0.1:{port}", (0.0, 0.0, 0.0)
+        self.name, self.address, self.costs = name, f"127.0.0.1:{port}", (0.0, 0.0)
         words = ["--worker-id", name, "--port", str(port), "--metrics-port", str(metrics), "--manager", manager]
         words += ["--model", str(folder), "--load-format", "dummy", "--block-size", str(BLOCK_SIZE), "--threads", "1"]
         words += ["--data-port", "0", "--log-level", "warning", "--trace-sample-ratio", "0", *flags]
@@ -101,8 +103,8 @@ class Process:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("COSTS "):
-                compute, read, peer = map(float, line.split()[1:])
-                self.costs = compute, read, peer
+                compute, per_block = map(float, line.split()[1:])
+                self.costs = compute, per_block
 
     def stop(self) -> None:
         self._process.terminate()
@@ -113,11 +115,15 @@ class Worker:
     """The client's end of a worker's stream."""
 
     def __init__(self, process: Process, stub: rpc.GpuWorkerServiceStub, identity: PoolIdentity) -> None:
-        self.process, self._call, self._identity = process, stub.Stream(), identity
+        self.process, self._call = process, stub.Stream()
+        self._root = root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, BLOCK_SIZE, b"")
         self._answers = dict[int, Answer]()
         self._ends = dict[int, asyncio.Future[Answer]]()
         self._reader: asyncio.Task[None] | None = None
         self._writes = asyncio.Lock()
+
+    def block_hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
+        return [block_hash_of(digest) for digest in block_digests(self._root, tokens, BLOCK_SIZE)]
 
     async def open(self) -> None:
         await self._call.write(pb.StreamRequest(hello=pb.Hello(router_id="bench")))
@@ -142,14 +148,13 @@ class Worker:
     async def answer(self, tokens: Sequence[int], count: int, name: str, runs: asyncio.Event | None = None) -> Answer:
         """Run a greedy sequence of so many tokens to its end; `runs` is set once it has some."""
         handle = len(self._answers) + 1
-        root = root_digest(self._identity.model_fingerprint, self._identity.tokenizer_fingerprint, BLOCK_SIZE, b"")
-        digests = block_digests(root, tokens, BLOCK_SIZE)
+        digests = block_digests(self._root, tokens, BLOCK_SIZE)
         message = pb.Submit(
             handle=handle,
             request_id=name,
             prompt_token_ids=little_endian_int32(tokens),
             block_hashes=pack_hashes(map(block_hash_of, digests)),
-            parent_digest=digests[-1] if digests else root,
+            parent_digest=digests[-1] if digests else self._root,
             sampling=types.SamplingParams(
                 temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count, ignore_eos=True
             ),
@@ -173,11 +178,12 @@ class Fetch:
 
 @dataclass
 class Pair:
-    """Both workers, and the manager's records."""
+    """Both workers, and their manager."""
 
     source: Worker
     destination: Worker
     records: decision_pb2_grpc.DecisionServiceStub
+    manager: kvmanager_pb2_grpc.KvManagerServiceStub
     fetches: list[Fetch] = field(default_factory=list)
     asked: int = 0
 
@@ -189,13 +195,13 @@ class Pair:
 
     async def fetched(self, prefix: list[int]) -> float:
         """Return the TTFT of a prompt whose prefix the source has. Raises AssertionError where it was not fetched."""
-        name, (_, _, peer) = f"fetched-{self.asked}-{len(self.fetches)}", self.destination.process.costs
+        name = f"fetched-{self.asked}-{len(self.fetches)}"
         answer = await self.destination.answer([*prefix, *self.prompt(TAIL)], 1, name)
         query = decision_pb2.ListDecisionsRequest(request_id=name, kind="grant")
         (grant,) = (await self.records.ListDecisions(query, timeout=_PATIENCE)).decisions
         blocks, whole = round(grant.figures["fetched_blocks"]), len(prefix) // BLOCK_SIZE
         assert (blocks, answer.cached) == (whole, whole * BLOCK_SIZE), f"{blocks} of {whole} blocks were fetched"
-        self.fetches.append(Fetch(blocks, grant.figures["fetch_seconds"], peer * blocks))
+        self.fetches.append(Fetch(blocks, grant.figures["fetch_seconds"], grant.figures["fetch_predicted"]))
         return answer.times[0]
 
     async def computed(self, length: int) -> float:
@@ -205,9 +211,14 @@ class Pair:
         return answer.times[0]
 
     async def have(self, length: int) -> list[int]:
-        """Let the source compute a prefix, and return it."""
+        """Let the source compute a prefix, and return it once the manager knows."""
         prefix = self.prompt(length)
         await self.source.answer([*prefix, 1], 1, f"source-{self.asked}")
+        hashes = pack_hashes(self.source.block_hashes(prefix))
+        query = kvmanager_pb2.LookupRequest(block_hashes=hashes, num_tokens=length + TAIL, worker_id="source")
+        async with asyncio.timeout(_PATIENCE):
+            while (await self.manager.Lookup(query)).matches[0].hit_blocks < length // BLOCK_SIZE:  # noqa: ASYNC110 - over gRPC
+                await asyncio.sleep(0.005)
         return prefix
 
 
@@ -250,7 +261,8 @@ async def running(manager: str, shape: str, dtype: str, longest: int, blocks: in
                 await workers[-1].open()
             channel = await channels.enter_async_context(open_channel(manager))
             source, destination = workers
-            yield Pair(source, destination, decision_pb2_grpc.DecisionServiceStub(channel))
+            records = decision_pb2_grpc.DecisionServiceStub(channel)
+            yield Pair(source, destination, records, kvmanager_pb2_grpc.KvManagerServiceStub(channel))
 
 
 async def times_to_first_token(pair: Pair, length: int, pairs: int) -> tuple[list[float], list[float]]:
@@ -309,12 +321,12 @@ async def measure(pair: Pair, lengths: Sequence[int], pairs: int) -> dict[str, f
         computed.append(statistics.median(others))
         figures |= {f"ttft_fetched_{length}": fetched[-1], f"ttft_computed_{length}": computed[-1]}
     errors = [abs(each.expected - each.seconds) / each.seconds for each in pair.fetches[warm:] if each.expected]
-    compute, _, peer = pair.destination.process.costs
+    compute, per_block = pair.destination.process.costs
     figures |= {
         "forecast_error_p50": statistics.median(errors) if errors else -1.0,
         "forecasts": len(errors),
         "blocks_fetched": sum(each.blocks for each in pair.fetches),
-        "compute_over_fetch_forecast": compute / peer if peer else 0.0,
+        "compute_over_fetch_forecast": compute / per_block if per_block else 0.0,
     }
     if len(lengths) > 1:
         whole = [each.seconds for each in pair.fetches[warm:]]
@@ -341,7 +353,7 @@ async def cost_of_source(pair: Pair, length: int, rounds: int) -> dict[str, floa
 
 NOTES = {
     "forecast_error_p50": "what the manager expected of a fetch beside what it took, over what it took; -1: none",
-    "compute_over_fetch_forecast": "what the destination says that computing a block costs, over fetching it",
+    "compute_over_fetch_forecast": "what computing a block costs the destination, over fetching one, without the setup",
     "break_even_predicted_tokens": "length from which a fetch beats the forecast of computing; 0: always, -1: never",
     "break_even_measured_tokens": "length from which the measured TTFT is lower; 0: always, -1: never",
     "source_itl_p99_ratio": "p99 of gaps of the source's streams while blocks are fetched from it, over without",

@@ -1,23 +1,30 @@
-"""A worker process as `python -m gpuworker` is one, which prints what a block costs each time it tells the manager.
+"""A worker process as `python -m gpuworker` is one, for which every fetch pays, and which prints what a block costs.
 
-COSTS compute read peer        seconds a block
+COSTS compute peer        seconds a block, each time that it tells its manager
+
+It tells the manager that computing is dear. So the manager fetches what it can, and both ways can be measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from typing import Final
 
 from common.contracts.transfers import TransferCosts
 from gpuworker import main
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
+_DEAR: Final = 1e3
+"""What computing is said to take, over what it takes."""
+
 _note_costs = LeaseAgent.note_costs
 
 
 def _say_costs(agent: LeaseAgent, costs: TransferCosts) -> None:
-    sys.stdout.write(f"COSTS {costs.compute!r} {costs.read!r} {costs.peer!r}\n")
+    sys.stdout.write(f"COSTS {costs.compute!r} {costs.peer!r}\n")
     sys.stdout.flush()
-    _note_costs(agent, costs)
+    _note_costs(agent, dataclasses.replace(costs, compute=_DEAR * costs.compute))
 
 
 def run() -> int:
