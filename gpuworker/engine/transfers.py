@@ -61,7 +61,7 @@ class Ended(Protocol):
 
 @dataclass(slots=True)
 class _Fetch:
-    """A fetch from a peer that has not ended: `left` of its blocks are open, and `came` of them are here."""
+    """A fetch from a peer that has not ended: `left` of its blocks are open, and `came` of them have landed."""
 
     transfers: Sequence[Transfer]
     began: float
@@ -167,22 +167,24 @@ class Transfers:
         ended = [*(self._mover.poll() if self._mover is not None else ())]
         ended += self._peers.poll() if self._peers is not None else ()
         for each in ended:
-            if each.transfer.peer is not None:
-                self._note_fetched(each.transfer, each.transfer.peer, each.end)
-            elif not each.transfer.saves:
+            if each.transfer.peer is None and not each.transfer.saves:
                 self._heard = self._clock.monotonic()
                 self._reading.pop(id(each.transfer), None)
             if each.end is TransferEnd.DONE and each.image is not None:
                 self._landing.append((each.transfer, each.image))
             else:
+                self._note_fetched(each.transfer, each.end)
                 agent.end_transfer(each.transfer, each.end)
         if self._reading and self._clock.monotonic() > self._heard + self._most_patience:
             self._give_up(agent)
             return True
         return bool(ended)
 
-    def _note_fetched(self, transfer: Transfer, peer: PeerSource, end: TransferEnd) -> None:
-        """Count a block that has ended; the last one of a fetch that came whole says what fetches take."""
+    def _note_fetched(self, transfer: Transfer, end: TransferEnd) -> None:
+        """Count a block of a peer that has landed or failed. The last one of a fetch that came whole ends it."""
+        peer = transfer.peer
+        if peer is None:
+            return
         fetch = self._fetching.pop(id(transfer))
         fetch.left, fetch.came = fetch.left - 1, fetch.came + (end is TransferEnd.DONE)
         if fetch.left or fetch.came < len(fetch.transfers):
@@ -212,6 +214,7 @@ class Transfers:
                 agent.end_transfer(transfer, TransferEnd.DONE)
                 landed += 1
             self._landing.popleft()
+            self._note_fetched(transfer, TransferEnd.DONE)
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:

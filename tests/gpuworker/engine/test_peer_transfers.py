@@ -109,7 +109,8 @@ class Bench:
         self.turn()
         self.clock.advance(seconds)
         self.peers.coming = [Ended(each, b"image" if end is TransferEnd.DONE else None, end) for each in transfers]
-        self.turn()
+        while self.turn():
+            pass
 
 
 @pytest.fixture
@@ -188,6 +189,20 @@ def test_what_a_block_takes_is_learnt_from_the_second_fetch_of_a_source_on(bench
     source, asked, patience = bench.peers.asked[-1]
     assert (source, asked) == (RED, [7, 8])
     assert patience == pytest.approx(4 * learnt * 2)
+
+
+def test_a_fetch_lasts_until_its_last_block_has_landed(bench: Bench) -> None:
+    """A sequence waits for all of it: that the host's memory is slow is a part of what fetches take."""
+    bench.fetched(1.0, transfer(1))
+    bench.agent.ordered = transfers = [transfer(2), transfer(3), transfer(4)]
+    bench.turn()
+    bench.clock.advance(1.0)
+    bench.peers.coming = [Ended(each, b"image", TransferEnd.DONE) for each in transfers]
+    bench.turn()
+    assert (len(bench.frames.landed), bench.agent.costs[-1].peer) == (3, 0.0)
+    bench.clock.advance(5.0)
+    bench.turn()
+    assert bench.agent.costs[-1].peer == pytest.approx(2.0)
 
 
 def test_a_fetch_that_failed_teaches_nothing(bench: Bench) -> None:
