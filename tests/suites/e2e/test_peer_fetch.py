@@ -19,7 +19,9 @@ from grpc import aio
 
 from cli.suite import programs
 from cli.suite.stack import StackOptions
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
 from common.contracts.types import PoolIdentity
+from common.wire.packing import pack_hashes
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.direct_worker import answer_of, records_of
@@ -47,9 +49,21 @@ class Pair:
         self._names = iter(f"request-{number}" for number in range(1000))
 
     async def answer(self, worker_id: str, tokens: list[int], name: str = "") -> tuple[list[int], int]:
-        """Return the tokens of an answer, and how many tokens of the prompt were cached."""
+        """Return the tokens of an answer, and how many tokens of the prompt were cached.
+
+        By then the manager knows what the source has: an answer may overtake the report of what it computed.
+        """
         found = await answer_of(self.suite, worker_id, tokens, TOKENS, name or next(self._names), self._identity)
+        if worker_id == SOURCE:
+            await until(lambda: self._hits_at_source(tokens), lambda hits: hits >= HITS, seconds=PATIENCE)
         return found.tokens, found.cached_tokens
+
+    async def _hits_at_source(self, tokens: list[int]) -> int:
+        root = root_digest(self._identity.model_fingerprint, self._identity.tokenizer_fingerprint, BLOCK, b"")
+        hashes = pack_hashes(map(block_hash_of, block_digests(root, tokens, BLOCK)))
+        query = kvmanager_pb2.LookupRequest(block_hashes=hashes, num_tokens=len(tokens), worker_id=SOURCE)
+        (match,) = (await self.suite.manager.Lookup(query, timeout=PATIENCE)).matches
+        return match.hit_blocks * BLOCK
 
     def hold(self) -> None:
         """Let the source answer one block of the next request, and no other one."""
