@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.contracts.clock import Clock
-from common.contracts.lease import Attach, Attached, AttachRejected, Connected, Granted, Inventory, LeaseEvent, Report
+from common.contracts.lease import (
+    Attach,
+    Attached,
+    AttachRejected,
+    Confirmed,
+    Connected,
+    Granted,
+    Inventory,
+    LeaseEvent,
+    Report,
+)
 from common.contracts.types import Decision, SamplingParams, SequenceId
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineRequest, OutputSink
@@ -151,6 +161,9 @@ class ReplayWorker:
 
     def send_report(self, session: int, report: Report) -> None:
         self._loop.call_later(self._timing.message, self._on_report, session, report)
+
+    def confirm(self, session: int) -> None:
+        self._loop.call_later(self._timing.message, self._answer, Confirmed(session))
 
     def reconnect(self) -> None:
         raise AssertionError("a replayed worker keeps its session")

@@ -11,7 +11,17 @@ import sys
 from collections.abc import Sequence
 
 from common.contracts.clock import Clock, SystemClock
-from common.contracts.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
+from common.contracts.lease import (
+    Attach,
+    Attached,
+    AttachOk,
+    Confirmed,
+    Connected,
+    Granted,
+    Inventory,
+    LeaseEvent,
+    Report,
+)
 from kvmanager.contracts.ledger_config import LedgerConfig, LedgerOptions, Runway
 from kvmanager.ledger.ledger import Ledger
 
@@ -46,6 +56,9 @@ class EmbeddedChannel:
         assert self.ledger is not None
         self.ledger.apply_report(report)
         self._answer(session)
+
+    def confirm(self, session: int) -> None:
+        self._events.append(Confirmed(session))
 
     def reconnect(self) -> None:
         self._events.append(Connected())

@@ -497,7 +497,14 @@ class Detached:
     session: int
 
 
-LeaseEvent = Connected | Attached | Granted | Detached
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The manager has applied all reports of `session` that were sent before a `confirm`; one for each."""
+
+    session: int
+
+
+LeaseEvent = Connected | Attached | Granted | Detached | Confirmed
 
 
 class LeaseChannel(Protocol):
@@ -517,6 +524,10 @@ class LeaseChannel(Protocol):
 
     def send_report(self, session: int, report: Report) -> None:
         """Queue a report of the session; dropped silently when that session is gone."""
+        ...
+
+    def confirm(self, session: int) -> None:
+        """Ask for Confirmed behind the reports so far; Detached comes instead when that session is lost."""
         ...
 
     def reconnect(self) -> None:

@@ -23,6 +23,7 @@ from common.contracts.lease import (
     Attach,
     Attached,
     CachedBlock,
+    Confirmed,
     Connected,
     Detached,
     Granted,
@@ -91,6 +92,8 @@ class Engine:
         """When the worker stood still, or a step took many times its usual. The I/O loop begins to watch."""
         self._in_runner: set[SequenceId] = set()  # the runner holds state of these
         self._flights: deque[Flight] = deque()
+        # Prompts that were computed for other workers. Their ends are told once the manager knows their blocks.
+        self._unconfirmed, self._confirming = list[SequenceFinished](), deque[list[SequenceFinished]]()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason | None]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._usual = UsualSteps()
@@ -222,14 +225,32 @@ class Engine:
 
     def _send_report(self) -> bool:
         now = self._clock.monotonic()
-        if self._flights and not self._pace.due(now) and not self._agent.report_is_urgent:
+        waits = self._unconfirmed or self._agent.report_is_urgent
+        if self._flights and not waits and not self._pace.due(now):
             return False  # a running step brings another turn
         self._pace.looked(now)
-        said = self._lease.take_report()
-        if said is None:
-            return False
-        self._channel.send_report(*said)
-        return True
+        sent = False
+        while (said := self._lease.take_report()) is not None:
+            self._channel.send_report(*said)
+            sent = True
+            if not self._unconfirmed:
+                return True
+        self._confirm_ends()
+        return sent
+
+    def _confirm_ends(self) -> None:
+        """Let the ends of this turn's prompts wait for the manager; without one there is nothing to wait for."""
+        if self._unconfirmed and self._lease.open:
+            self._channel.confirm(self._lease.session)
+            self._confirming.append(self._unconfirmed)
+        else:
+            self._outputs.finished += self._unconfirmed
+        self._unconfirmed = []
+
+    def _tell_ends(self, groups: int) -> None:
+        """Tell the ends of so many turns that wait for the manager."""
+        for _ in range(groups):
+            self._outputs.finished += self._confirming.popleft()
 
     # ------------------------------------------------------------ requests
 
@@ -281,6 +302,7 @@ class Engine:
     def _on_lease_event(self, event: LeaseEvent) -> None:
         match event:
             case Connected():
+                self._tell_ends(len(self._confirming))
                 if self._address is not None:
                     self._lease.advertise(self._address())
                 self._channel.attach(*self._lease.connect())
@@ -295,7 +317,10 @@ class Engine:
                 applied = self._lease.receive(session, batch)
                 if applied is not None:
                     self._start_admitted(applied)
+            case Confirmed():
+                self._tell_ends(min(1, len(self._confirming)))
             case Detached(session):
+                self._tell_ends(len(self._confirming))
                 self._lease.note_loss(session)
 
     def _leave_session(self) -> None:
@@ -418,8 +443,9 @@ class Engine:
         now = self._clock.monotonic() if completion.finished or completion.preempted else 0.0
         for end in completion.finished:
             self._outputs.delayed += self._delays.left(end.sequence, now)
-            self._outputs.finished.append(end)
-            self._requests.pop(end.sequence, None)
+            request = self._requests.pop(end.sequence, None)
+            told = self._unconfirmed if _is_for_others(end, request) else self._outputs.finished
+            told.append(end)
             self._outputs.chunks += self._traced.ended(end.sequence)
             self._starts.left(end.sequence)
         for sequence in completion.preempted:
@@ -558,6 +584,13 @@ class Flight:
             traced=traced,
             copying=result.copy_seconds,
         )
+
+
+def _is_for_others(end: SequenceFinished, request: EngineRequest | None) -> bool:
+    """Return whether a sequence has left nothing but the blocks of its prompt, which another worker is to fetch."""
+    if request is None or end.reason is not FinishReason.LENGTH or end.embedding:
+        return False
+    return request.sampling.max_tokens == 0 and request.sampling.prompt_logprobs is None
 
 
 # The outputs of one turn of the engine's loop, until they go to the sink.

@@ -26,6 +26,7 @@ from common.contracts.lease import (
     Attach,
     Attached,
     AttachRejected,
+    Confirmed,
     Connected,
     Detached,
     Granted,
@@ -77,6 +78,8 @@ class Connection:
     answered: bool = False
     sent: int = 0
     received: int = 0
+    # The messages that a Confirmed waits for, by number.
+    unconfirmed: deque[int] = field(default_factory=deque)
     # When the latest messages were queued, by number; old messages without an answer are dropped.
     queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
     _silence: SilenceWatch | None = None
@@ -141,6 +144,21 @@ class Connection:
             self.end(f"nothing came from it for {silence.limit:g} s")
         finally:
             pulses.cancel()
+
+    def confirm(self) -> bool:
+        """Send what the manager answers behind all messages before it; return whether this manager does."""
+        if self._silence is None:
+            return False
+        self._put(kvmanager_pb2.SessionRequest(pulse=kvmanager_pb2.Pulse()))
+        self.unconfirmed.append(self.sent)
+        return True
+
+    def count_confirmed(self, ack: int) -> int:
+        """Return how many more messages of those that a Confirmed waits for the manager has applied."""
+        before = len(self.unconfirmed)
+        while self.unconfirmed and self.unconfirmed[0] <= ack:
+            self.unconfirmed.popleft()
+        return before - len(self.unconfirmed)
 
     def _pulse(self) -> None:
         self.manager.ran(time.monotonic())
@@ -248,6 +266,10 @@ class LeaseClient:
         """Queue a report of the session; dropped silently when that session is gone."""
         self._on_loop(self._report, session, report)
 
+    def confirm(self, session: int) -> None:
+        """Ask for Confirmed behind the reports so far; Detached comes instead when that session is lost."""
+        self._on_loop(self._confirm, session)
+
     def reconnect(self) -> None:
         """Drop the connection that `poll` returned last, and open another."""
         self._on_loop(self._drop, self._polled)
@@ -291,6 +313,11 @@ class LeaseClient:
         connection = self._connection
         if connection is not None and connection.session == session:
             connection.put(kvmanager_pb2.SessionRequest(report=report_to_proto(report)))
+
+    def _confirm(self, session: int) -> None:
+        connection = self._connection
+        if connection is not None and connection.session == session and not connection.confirm():
+            self._post(Confirmed(session))
 
     def _drop(self, number: int) -> None:
         if self._connection is not None and self._connection.number == number:
@@ -429,6 +456,8 @@ class LeaseClient:
             return False
         else:
             raise ProtocolViolation(f"the manager sent {kind} where nothing of the kind was due")
+        for _ in range(connection.count_confirmed(response.ack)):
+            self._post(Confirmed(session))
         return True
 
     def _take_answer(self, connection: Connection, message: kvmanager_pb2.AttachOk) -> None:

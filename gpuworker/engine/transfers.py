@@ -23,6 +23,8 @@ _BYTES_A_TURN: Final = 4 << 20
 _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
+_WORTH_WAITING: Final = 0.25
+"""A fetch from a peer may be silent for this share of the time that computing takes: it may have to connect first."""
 _REMEMBERED: Final = 60.0
 """Seconds after which it is forgotten that fetching is no clear gain: else one slow minute would end all fetches."""
 _FEW: Final = 16
@@ -103,7 +105,7 @@ class Transfers:
             self._reset = agent.reset
             if self._mover is not None:
                 self._mover.clear(agent.reset)
-        worked = self._begin(agent)
+        worked = self._begin(agent, compute_seconds)
         worked = self._gather(agent) or worked
         worked = self._land(agent) or worked
         self._note_costs(agent, compute_seconds)
@@ -140,7 +142,7 @@ class Transfers:
 
     # ------------------------------------------------------------ a turn
 
-    def _begin(self, agent: LeaseAgent) -> bool:
+    def _begin(self, agent: LeaseAgent, compute: float) -> bool:
         reads, saves = agent.take_reads(), agent.take_saves(self._a_turn)
         for transfer in reads:
             if transfer.peer is None and self._mover is not None:
@@ -150,18 +152,19 @@ class Transfers:
                 self._mover.start(transfer)
         for peer in dict.fromkeys(transfer.peer for transfer in reads):
             if peer is not None and self._peers is not None:
-                self._fetch(peer, [transfer for transfer in reads if transfer.peer == peer])
+                self._fetch(peer, [transfer for transfer in reads if transfer.peer == peer], compute)
         for transfer in saves:
             if self._mover is not None:
                 self._mover.start(transfer, self._images.take(transfer.source))
         return bool(reads or saves)
 
-    def _fetch(self, peer: PeerSource, transfers: list[Transfer]) -> None:
+    def _fetch(self, peer: PeerSource, transfers: list[Transfer], compute: float) -> None:
         assert self._peers is not None
         fetch = _Fetch(transfers, self._clock.monotonic(), len(transfers))
         self._fetching |= {id(transfer): fetch for transfer in transfers}
         forecast = self._peer_costs.setup + self._peer_costs.per_block * len(transfers)
-        self._peers.fetch(peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast))
+        computed = compute * len(transfers)
+        self._peers.fetch(peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast, _WORTH_WAITING * computed))
 
     def _gather(self, agent: LeaseAgent) -> bool:
         ended = [*(self._mover.poll() if self._mover is not None else ())]

@@ -17,6 +17,7 @@ from common.contracts.lease import (
     AttachOk,
     AttachRejected,
     CachedBlock,
+    Confirmed,
     Connected,
     Detached,
     GrantBatch,
@@ -31,6 +32,8 @@ from gpuworker.engine import lease_client
 from gpuworker.engine.lease_client import Connection, LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.support.gpuworker.lease_harness import TIMEOUT_S, Rig, Stream, attach, soon
+
+SILENCE = 6 * TIMEOUT_S  # a worker's own pulses would come after TIMEOUT_S
 
 
 @pytest.fixture
@@ -77,6 +80,41 @@ async def test_a_grant_that_answers_a_report_shows_the_round_trip_once(rig: Rig)
         await rig.event(Granted)
     assert len(rig.round_trips) == 2
     assert 0 < rig.round_trips[1] < TIMEOUT_S
+
+
+async def test_the_engine_hears_once_that_its_reports_were_applied(rig: Rig) -> None:
+    stream = await rig.session(1, SILENCE)
+    await rig.send(1, Report(step=5))
+    await asyncio.to_thread(rig.client.confirm, 1)
+    requests = [await stream.next() for _ in range(2)]
+    assert [(each.seq, each.WhichOneof("message")) for each in requests] == [(4, "report"), (5, "pulse")]
+    batch = batch_to_proto(GrantBatch(4, lease=(BlockId(1),)))
+    for ack in (4, 5, 5):
+        stream.say(1, batch=batch, ack=ack)
+    for kind in (Granted, Granted, Confirmed, Granted):
+        await rig.event(kind)
+
+
+async def test_the_answer_of_a_pulse_confirms_all_before_it(rig: Rig) -> None:
+    stream = await rig.session(1, SILENCE)
+    for _ in range(2):
+        await asyncio.to_thread(rig.client.confirm, 1)
+        await stream.next()
+    stream.say(1, pulse=kvmanager_pb2.Pulse(), ack=5)
+    assert [await rig.event(Confirmed) for _ in range(2)] == [Confirmed(1)] * 2
+
+
+async def test_a_manager_that_answers_no_pulse_is_not_waited_for(rig: Rig) -> None:
+    await rig.session(1)
+    await asyncio.to_thread(rig.client.confirm, 1)
+    assert await rig.event(Confirmed) == Confirmed(1)
+
+
+async def test_nothing_is_confirmed_of_a_session_that_is_gone(rig: Rig) -> None:
+    stream = await rig.session(1)
+    await asyncio.to_thread(rig.client.confirm, 2)
+    await rig.send(1, Report(step=5))
+    assert (await stream.next()).WhichOneof("message") == "report"
 
 
 async def test_reports_keep_their_order(rig: Rig) -> None:

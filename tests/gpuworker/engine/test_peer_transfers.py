@@ -96,12 +96,13 @@ class Bench:
     agent: Agent = field(default_factory=Agent)
     frames: Frames = field(default_factory=Frames)
     image_bytes: int = 2 << 20
+    computing: float = 1.0
 
     def __post_init__(self) -> None:
         self.transfers = Transfers(self.frames, self.image_bytes, self.clock, None, self.peers)
 
     def turn(self) -> bool:
-        return self.transfers.turn(self.agent, 1.0)  # type: ignore[arg-type]
+        return self.transfers.turn(self.agent, self.computing)  # type: ignore[arg-type]
 
     def fetched(self, seconds: float, *transfers: Transfer, end: TransferEnd = TransferEnd.DONE) -> None:
         """Let a fetch be ordered, and end after so many seconds."""
@@ -126,6 +127,14 @@ def test_each_source_is_asked_once_for_all_its_blocks(bench: Bench) -> None:
     assert bench.turn()
     assert bench.peers.asked == [(RED, [1, 3], 0.5), (BLUE, [2], 0.5)]
     assert not bench.turn()
+
+
+@pytest.mark.parametrize(("computing", "patience"), [(0.0, 0.5), (0.25, 0.5), (0.5, 0.75)])
+def test_a_first_fetch_may_be_silent_for_a_quarter_of_what_computing_takes(computing: float, patience: float) -> None:
+    bench = Bench(computing=computing)
+    bench.agent.ordered = [transfer(each) for each in range(1, 7)]
+    bench.turn()
+    assert bench.peers.asked == [(RED, [1, 2, 3, 4, 5, 6], patience)]
 
 
 def test_what_came_lands_and_what_did_not_ends_as_it_did(bench: Bench) -> None:

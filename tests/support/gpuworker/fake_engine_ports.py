@@ -97,6 +97,7 @@ class ScriptedChannel:
         self.events: deque[LeaseEvent] = deque()
         self.attached: list[tuple[Attach, Inventory]] = []
         self.reports: list[tuple[int, Report]] = []
+        self.confirms: list[int] = []
         self.reconnects = 0
         self.away: list[tuple[float, float]] = []
 
@@ -111,6 +112,9 @@ class ScriptedChannel:
 
     def send_report(self, session: int, report: Report) -> None:
         self.reports.append((session, report))
+
+    def confirm(self, session: int) -> None:
+        self.confirms.append(session)
 
     def reconnect(self) -> None:
         self.reconnects += 1

@@ -47,11 +47,13 @@ class Stream:
         """End the stream from the manager's side."""
         self.responses.put_nowait(None)
 
-    async def accept(self, epoch: int = 1) -> kvmanager_pb2.SessionRequest:
+    async def accept(self, epoch: int = 1, silence: float = 0.0) -> kvmanager_pb2.SessionRequest:
         """Take an Attach with an inventory of one chunk and accept it; return the Attach."""
         request = await self.next()
         assert (await self.next()).inventory.last
-        self.say(request.session, attach_ok=attach_ok_to_proto(AttachOk(epoch, 4)))
+        message = attach_ok_to_proto(AttachOk(epoch, 4))
+        message.silence_seconds = silence
+        self.say(request.session, attach_ok=message)
         return request
 
 
@@ -157,11 +159,13 @@ class Rig:
     async def send(self, session: int, report: Report) -> None:
         await asyncio.to_thread(self.client.send_report, session, report)
 
-    async def session(self, session: int) -> Stream:
-        """Open a session, up to Attached."""
+    async def session(self, session: int, silence: float = 0.0) -> Stream:
+        """Open a session, up to Attached, and with `silence` up to the first pulse."""
         await self.event(Connected)
         stream = await self.stream()
         await self.attach(session)
-        await stream.accept()
+        await stream.accept(silence=silence)
         assert await self.event(Attached) == Attached(session, AttachOk(1, 4))
+        if silence:
+            assert (await stream.next()).HasField("pulse")
         return stream

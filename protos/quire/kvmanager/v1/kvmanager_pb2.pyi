@@ -136,7 +136,10 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class Pulse(_message.Message):
-    """Says nothing but that its sender runs. The worker sends one at times (AttachOk), and the manager answers each."""
+    """Says nothing but that its sender runs. The worker sends one at times (AttachOk), and the manager answers each. The
+    answer also says that all messages before it were applied. So a worker sends one behind the blocks of a prompt that
+    another worker is to fetch, and tells of the prompt's end once that is answered.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -867,7 +870,7 @@ Global___IdentityDifference: _TypeAlias = IdentityDifference  # noqa: Y015
 
 @_typing.final
 class GrantBatch(_message.Message):
-    """Columns are applied in the order: lease_target, tier, copy, admit, lease, reset, moves, preempt, cancel."""
+    """Columns are applied in the order: lease_target, tier, copy, admit, lease, reset, transfers, preempt, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -916,7 +919,7 @@ class GrantBatch(_message.Message):
     arrays: uint64 ids, 16-byte hashes, those of the blocks before them (any bytes for the first block of a prompt),
     numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk, 8 another worker),
     and int32 indexes. That of another worker is its place in transfer_peers.
-    The target holds nothing until the worker has reported that the move is done.
+    The target holds nothing until the worker has reported that the transfer is done.
     """
     transfer_hashes: _builtins.bytes
     transfer_parent_hashes: _builtins.bytes
