@@ -24,7 +24,7 @@ from common.process import ports
 from common.process.local_redis import LocalRedis
 from gpuworker.native.levels import levels_here
 from tests.support.durations import read_durations
-from tests.support.halves import in_half
+from tests.support.halves import change_kernels, in_half
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:
@@ -138,8 +138,9 @@ _EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/
 # The expressions of `make test` and `make test-rest`.
 _TEST, _TEST_REST = "not clients and not rest", "clients or rest"
 _ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
-# `.ci/run` takes one half of the rest's files each day, and those that have changed (tests/support/halves.py).
-_HALF, _CHANGED = os.environ.get("REST_HALF", ""), os.environ.get("REST_CHANGED", "")
+# `.ci/run` takes one half each day of the rest's files, and of the tests of Triton's kernels (tests/support/halves.py).
+_HALF, _CHANGED = os.environ.get("HALF", ""), os.environ.get("CHANGED", "").split()
+_TRITON = "suites/triton_interpreted suites/triton_compiled"
 
 
 def _within(path: Path, names: str) -> bool:
@@ -205,7 +206,7 @@ def _is_of_the_other_part(path: Path, expression: str) -> bool:
         return of_rest
     if expression != _TEST_REST or not path.name.startswith("test_"):
         return False
-    if _HALF and not in_half(path.relative_to(_HERE.parent).as_posix(), int(_HALF), _CHANGED.split()):
+    if _HALF and not in_half(path.relative_to(_HERE.parent).as_posix(), int(_HALF), _CHANGED):
         return True
     if of_rest:
         return False
@@ -222,15 +223,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("rest")
             if levels != [_level_of(item, levels[0])]:
                 item.add_marker("exhaustive")
+    if _HALF and not change_kernels(_CHANGED):
+        _leave_out(config, items, [each for each in items if _within(each.path, _TRITON) and _is_of_other_half(each)])
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
         unwanted += ["plots", "rest", "searches"]
-    left_out = {item: None for item in items if any(item.get_closest_marker(name) for name in unwanted)}
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    _leave_out(config, items, [each for each in items if any(each.get_closest_marker(name) for name in unwanted)])
     if hasattr(config, "workerinput"):  # of several processes
         _put_slowest_first(items)
+
+
+def _is_of_other_half(item: pytest.Item) -> bool:
+    return not in_half(item.nodeid, int(_HALF))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        left = dict.fromkeys(left_out)
+        items[:] = [item for item in items if item not in left]
 
 
 @functools.cache

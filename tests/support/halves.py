@@ -1,7 +1,7 @@
-"""Which half of the tests of `make test-rest` `.ci/run` takes: the day of the last commit decides.
+"""Which half of the rest's tests and of Triton's `.ci/run` takes: the day of the last commit decides.
 
-Files that the commits of the last three hours have changed are always taken. `python -m tests.support.halves` prints
-the variables for the shell.
+Files that the commits of the last three hours have changed are always taken, and Triton's tests after a change of the
+kernels. `python -m tests.support.halves` prints the variables for the shell.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 
 _DAY: Final = 86400
 _RECENT: Final = 3 * 3600
+_OF_KERNELS: Final = ("gpuworker/kernels/", "tests/suites/triton_")
 
 
 def half_of(seconds: int) -> int:
@@ -25,15 +26,20 @@ def in_half(name: str, half: int, always: Collection[str] = ()) -> bool:
     return name in always or zlib.crc32(name.encode()) % 2 == half
 
 
+def change_kernels(changed: Collection[str]) -> bool:
+    """Return whether files that have changed are Triton's kernels or of their tests: then all of these run."""
+    return any(name.startswith(_OF_KERNELS) for name in changed)
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
     last = int(_git("show", "-s", "--format=%ct"))
-    changed = _git("log", f"--since=@{last - _RECENT}", "--name-only", "--format=", "--", "tests")
-    print(f"REST_HALF={half_of(last)}")  # noqa: T201
-    print(f"REST_CHANGED='{' '.join(sorted(set(changed.split())))}'")  # noqa: T201
+    changed = _git("log", f"--since=@{last - _RECENT}", "--name-only", "--format=", "--", "tests", _OF_KERNELS[0])
+    print(f"HALF={half_of(last)}")  # noqa: T201
+    print(f"CHANGED='{' '.join(sorted(set(changed.split())))}'")  # noqa: T201
 
 
 if __name__ == "__main__":
