@@ -13,11 +13,12 @@ want one; or it gets no memory, and calls of 4 MiB want some; or it can write to
 ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, the deadline of 16 passes, and an
 operator aborts 16.
 
-Three more suites run. In one with `--manager-patience 3` the manager stands still until every stream has ended, with
+Four more suites run. In one with `--manager-patience 3` the manager stands still until every stream has ended, with
 its tokens or with that reason. In one with two KV managers the leader is killed; or it is stopped until the other one
-leads, and goes on beside it. In the third, services run on hosts of their own (network namespaces: Linux, root,
-iproute2, iptables). There packets are lost or late, hosts cannot reach each other, or a worker moves to another
-address.
+leads, and goes on beside it. In one with a worker that computes prompts for two others, that worker fails; or it, the
+one that fetches or the manager is killed while blocks are fetched. In the last one, services run on hosts of their own
+(network namespaces: Linux, root, iproute2, iptables). There packets are lost or late, hosts cannot reach each other, or
+a worker moves to another address.
 
 A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. Where
 layers keep states (`--layers`), a simulated worker checks what it reads, and a sequence that reads what is not its own
@@ -54,6 +55,7 @@ from bench.fault_injection.hosts.network import missing
 from bench.fault_injection.hosts.suite import suite_of_hosts
 from bench.fault_injection.injection import Ended, Injector
 from bench.fault_injection.plan import (
+    AMID_FETCHES,
     CLOCKS,
     LASTING,
     NETWORK,
@@ -76,6 +78,14 @@ from gpuworker.simulated.plane import simulated_tokens
 from quire.client import AsyncClient
 
 WORKERS: Final = 2
+# Of a suite in which one of three workers computes prompts for the others. Fetching a block takes less than that.
+PREFILL_SUITE: Final = {
+    "prefill_workers": 1,
+    "remote_prefill": "always",
+    "host_memory": "64MiB",
+    "simulate": "base=8ms,decode=4us,prefill=500us",
+}
+PREFILL_SUITE_WORKERS: Final = 3
 _STREAMS_A_CLIENT: Final = 8
 _LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
 _IMPATIENT_S: Final = 3.0
@@ -170,7 +180,8 @@ class Rounds:
             await asyncio.wait(tasks)
 
         try:
-            await until_tokens(streams, fault.after_tokens, tasks)
+            if fault.kind not in AMID_FETCHES:
+                await until_tokens(streams, fault.after_tokens, tasks)
             injected = not all(task.done() for task in tasks)
             await self._injector.inject(fault, ended)
             await ended()
@@ -257,6 +268,9 @@ async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kind
         options |= FLAGS if args.tiny else {"simulate": args.simulate}
         options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
         options |= stack.enter_context(tier_options(args))
+        workers = WORKERS
+        if form is Form.PREFILL:
+            options, workers = options | PREFILL_SUITE, PREFILL_SUITE_WORKERS
         jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
         if any(fault.kind in WITHOUT_DISK for fault in plan.values()):
@@ -264,11 +278,11 @@ async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kind
         if form is Form.IMPATIENT:
             stack.enter_context(_environment("QUIRE_MANAGER_PATIENCE", str(_IMPATIENT_S)))
         managers = 2 if form is Form.LED else 1
-        running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S, managers=managers)
+        running = victim(suite_flags(options), workers, routers=2, drain_timeout=DRAIN_S, managers=managers)
         suite = await stack.enter_async_context(running)
 
         def injected(client: AsyncClient) -> Injector:
-            return Injector(suite, client, prompts(random.Random(0), 8), WORKERS, clocks)
+            return Injector(suite, client, prompts(random.Random(0), 8), workers, clocks)
 
         reference = TinyReference(model) if args.tiny else simulated_reference()
         return await inject_all(f"{suite.host}:{suite.grpc_port}", injected, plan, args, reference)

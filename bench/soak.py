@@ -2,6 +2,7 @@
 
     make soak                                         10 minutes with faults, then 20 without: memory counts there
     python -m bench.soak --seed 7 --json
+    python -m bench.soak --prefill                    one worker computes prompts for two, and is killed amid fetches
     python -m bench.soak --plan PLAN.json             the line that an earlier run printed after `plan:`
     python -m bench.soak --minutes 10 --calm-minutes 3 --settled-minutes 1        a short one, which says less of memory
 
@@ -43,9 +44,19 @@ from bench.attack.victim import Victim, victim
 from bench.fault_injection.failure import InjectionFailed, failing_alone, injecting
 from bench.fault_injection.injection import Injector
 from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
-from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, plan_file, scattered, written
+from bench.fault_injection.plan import (
+    CLOCKS,
+    WITHOUT_DISK,
+    Fault,
+    Form,
+    Kind,
+    form_of,
+    plan_file,
+    scattered,
+    written,
+)
 from bench.fault_injection.streams import RETRY, prompts
-from bench.faults import DRAIN_S, Injects
+from bench.faults import DRAIN_S, PREFILL_SUITE, PREFILL_SUITE_WORKERS, Injects
 from bench.lib.demo_layers import add_layers_flag, add_tier_flags, demo_with_layers, tier_options
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
@@ -69,6 +80,7 @@ NOTES: Final = {
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
     "faults_injected": "faults of the plan that came",
+    "faults_amid_fetches": "of these, those that came while a worker fetched blocks",
     "gap_p99_s": "longest pause of a stream between two tokens, 99th percentile",
     "memory_flat": "1: the memory of every process is flat; 0: that of some process grows; -1: the run does not say",
     "uss_mib_per_hour_high": "95 % upper bound of the growth, MiB an hour, the largest of all processes",
@@ -134,20 +146,24 @@ async def _none() -> None:
 async def soak(args: argparse.Namespace) -> dict[str, float]:
     calm = min(60 * args.calm_minutes, 60 * args.minutes)
     disturbed = 60 * args.minutes - calm
-    plan = scattered(args.seed, _KINDS, disturbed, args.pause_s) if args.plan is None else args.plan
+    kinds = (*_KINDS, *_OF_PREFILL) if args.prefill else _KINDS
+    plan = scattered(args.seed, kinds, disturbed, args.pause_s) if args.plan is None else args.plan
+    args.prefill |= any(fault.kind in _OF_PREFILL for fault in plan)
+    workers = PREFILL_SUITE_WORKERS if args.prefill else WORKERS
     print(f"plan: {written(plan)}", flush=True)
     async with AsyncExitStack() as stack:
         model = stack.enter_context(demo_with_layers(args.layers))
         options: dict[str, object] = {"model": model, "simulate": args.simulate, "drain": "migrate"}
         options |= {"kv_blocks": args.kv_blocks} | stack.enter_context(tier_options(args))
         options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
-        running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
+        options |= PREFILL_SUITE if args.prefill else {}
+        running = victim(suite_flags(options), workers, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
         channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
         address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // CLIENTS_A_CHANNEL) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
         http = await stack.enter_async_context(_http_client(suite))
-        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
+        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), workers)
         with injecting(f"the suite before fault 1 (seed {args.seed})"):
             await injector.whole()
         began = time.monotonic()
@@ -165,7 +181,8 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
             leaked = await injector.leaked()
         for ended, count in sorted(load.became.items()):
             print(f"  {ended}: {count}")
-        return _figures(load, faults.result(), leaked, memory.figures())
+        found = _figures(load, faults.result(), leaked, memory.figures())
+        return found | ({"faults_amid_fetches": injector.amid_fetches} if args.prefill else {})
 
 
 def _http_client(suite: Victim) -> httpx.AsyncClient:
@@ -207,8 +224,9 @@ def _figures(load: MixedLoad, faults: Counter[str], leaked: int, memory: Mapping
 # Those of `bench.faults` that need no suite of another form.
 # Clocks and disks need preparation. A router without memory may end some streams with that reason.
 _PREPARED: Final = CLOCKS | WITHOUT_DISK
-_POSSIBLE: Final = tuple(each for each in Kind if form_of(each) is Form.WHOLE and each not in _PREPARED)
-_KINDS: Final = tuple(each for each in _POSSIBLE if each not in {Kind.NONE, Kind.ROUTER_WITHOUT_MEMORY})
+_OF_PREFILL: Final = tuple(each for each in Kind if form_of(each) is Form.PREFILL)
+_POSSIBLE: Final = tuple(each for each in Kind if form_of(each) in (Form.WHOLE, Form.PREFILL) and each not in _PREPARED)
+_KINDS: Final = tuple(each for each in _POSSIBLE if each not in {Kind.NONE, Kind.ROUTER_WITHOUT_MEMORY, *_OF_PREFILL})
 
 
 def flags() -> argparse.ArgumentParser:
@@ -229,6 +247,8 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     add_layers_flag(made)
     add_tier_flags(made)
+    what = "one of three workers computes prompts for the others, which fetch them: faults come amid fetches too"
+    made.add_argument("--prefill", action="store_true", help=what)
     made.add_argument("--kv-blocks", type=int, default=2048, help="blocks or pages of each worker")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")

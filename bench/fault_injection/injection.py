@@ -24,7 +24,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
 from bench.fault_injection.failure import InjectionFailed, patience
-from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
+from bench.fault_injection.plan import (
+    AMID_FETCHES,
+    CLOCKS,
+    FREEZE_S,
+    FROZEN,
+    JUMP_S,
+    STOP_S,
+    VICTIMS,
+    WITHOUT_DISK,
+    Fault,
+    Kind,
+)
 from bench.fault_injection.streams import Stream
 from common.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
 from quire.client import AsyncClient
@@ -119,15 +130,40 @@ def without_memory(pid: int) -> Iterator[None]:
 
 _PATIENCE_S: Final = 120.0
 _POLL_S: Final = 0.05
+_FETCH_POLL_S: Final = 0.002
+_FETCH_PATIENCE_S: Final = 10.0
 _CALL_S: Final = 2.0
 _GONE_STREAMS: Final = 16
-_KILLED: Final = frozenset({Kind.MANAGER_KILLED, Kind.ROUTER_KILLED, Kind.WORKER_KILLED, Kind.REDIS_KILLED})
-_DRAINED: Final = frozenset({Kind.MANAGER_DRAINED, Kind.ROUTER_DRAINED, Kind.WORKER_DRAINED})
+_KILLED: Final = frozenset(
+    {
+        Kind.MANAGER_KILLED,
+        Kind.ROUTER_KILLED,
+        Kind.WORKER_KILLED,
+        Kind.REDIS_KILLED,
+        Kind.PREFILL_WORKER_KILLED,
+        Kind.DECODE_WORKER_KILLED,
+        Kind.FETCH_SOURCE_KILLED,
+        Kind.FETCH_TARGET_KILLED,
+        Kind.FETCH_MANAGER_KILLED,
+    }
+)
+_DRAINED: Final = frozenset(
+    {Kind.MANAGER_DRAINED, Kind.ROUTER_DRAINED, Kind.WORKER_DRAINED, Kind.PREFILL_WORKER_DRAINED}
+)
 _WITHOUT_FILES: Final = frozenset({Kind.MANAGER_WITHOUT_FILES, Kind.ROUTER_WITHOUT_FILES, Kind.WORKER_WITHOUT_FILES})
 _WITHOUT_MEMORY: Final = frozenset(
     {Kind.MANAGER_WITHOUT_MEMORY, Kind.ROUTER_WITHOUT_MEMORY, Kind.WORKER_WITHOUT_MEMORY}
 )
-_STOPPED: Final = frozenset({Kind.MANAGER_STOPPED, Kind.ROUTER_STOPPED, Kind.WORKER_STOPPED, Kind.REDIS_STOPPED})
+_STOPPED: Final = frozenset(
+    {
+        Kind.MANAGER_STOPPED,
+        Kind.ROUTER_STOPPED,
+        Kind.WORKER_STOPPED,
+        Kind.REDIS_STOPPED,
+        Kind.PREFILL_WORKER_STOPPED,
+        Kind.FETCH_SOURCE_STOPPED,
+    }
+)
 
 
 # Waits until no stream of a round runs any more.
@@ -146,6 +182,8 @@ class Injector:
         """`prompts` are those of streams that end early. `clocks` are those of the suite's processes."""
         self._suite, self._client, self._prompts, self._workers = suite, client, prompts, workers
         self._clocks = clocks
+        self.amid_fetches = 0
+        """Faults that came while a worker fetched blocks."""
 
     async def inject(self, fault: Fault, ended: Ended) -> None:
         """Let something fail; return when the cause is over, and killed processes are there again.
@@ -154,6 +192,8 @@ class Injector:
         """
         if fault.kind is Kind.MANAGER_GONE:
             await self._stop(fault.victim, ended)
+        if fault.kind in AMID_FETCHES:
+            await self._await_fetch(fault)
         for kinds, act in self._acts():
             if fault.kind in kinds:
                 await act(fault.victim)
@@ -176,6 +216,20 @@ class Injector:
         yield (Kind.CLIENTS_GONE,), self._leave
         yield (Kind.DEADLINES_PASSED,), self._run_out
         yield (Kind.REQUESTS_ABORTED,), self._abort
+
+    async def _await_fetch(self, fault: Fault) -> None:
+        """Wait until a worker fetches blocks, the victim itself if it is the target; say where none does for long."""
+        fetching = {fault.victim} if fault.kind is Kind.FETCH_TARGET_KILLED else VICTIMS[Kind.FETCH_TARGET_KILLED]
+        async with self._suite.channel("kvmanager") as channel:
+            stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
+            end = time.monotonic() + _FETCH_PATIENCE_S
+            while time.monotonic() < end:
+                pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)).pools
+                if any(pool.worker_id in fetching and pool.fetching for pool in pools):
+                    self.amid_fetches += 1
+                    return
+                await asyncio.sleep(_FETCH_POLL_S)
+        print(f"  nothing was fetched for {_FETCH_PATIENCE_S:g} s; {fault} comes without", flush=True)
 
     def _pid(self, name: str) -> int:
         pid = self._suite.pids().get(name)
@@ -346,7 +400,7 @@ class Injector:
     # ------------------------------------------------------------ afterwards
 
     async def whole(self) -> None:
-        """Wait until each router may use all workers, and every process runs. Raises InjectionFailed."""
+        """Wait until each router may use all workers, and Redis answers. Raises InjectionFailed."""
         seen = dict.fromkeys(self._suite.routers, "no answer")
 
         def came() -> str:
@@ -359,6 +413,16 @@ class Injector:
                     seen[name] = await self._seen(name)
                     if seen[name] != wanted:
                         await asyncio.sleep(_POLL_S)
+        async with patience(_PATIENCE_S, "Redis to answer", lambda: "it does not"):
+            while not await self._redis_answers():  # noqa: ASYNC110 - Redis tells nobody
+                await asyncio.sleep(_POLL_S)
+
+    async def _redis_answers(self) -> bool:
+        async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
+            try:
+                return bool(await connection.ping())
+            except redis.exceptions.RedisError:  # it has just been started, and reads its file
+                return False
 
     async def _seen(self, router: str) -> str:
         """Return how many workers a router may use, or how it does not answer."""

@@ -67,11 +67,23 @@ class Kind(StrEnum):
     ROUTER_WITHOUT_MANAGERS = "router_without_managers"
     CLIENT_WITHOUT_ROUTER = "client_without_router"
     WORKER_MOVED = "worker_moved"
+    PREFILL_WORKER_KILLED = "prefill_worker_killed"
+    PREFILL_WORKER_STOPPED = "prefill_worker_stopped"
+    PREFILL_WORKER_FROZEN = "prefill_worker_frozen"
+    PREFILL_WORKER_DRAINED = "prefill_worker_drained"
+    DECODE_WORKER_KILLED = "decode_worker_killed"
+    FETCH_SOURCE_KILLED = "fetch_source_killed"
+    FETCH_SOURCE_STOPPED = "fetch_source_stopped"
+    FETCH_TARGET_KILLED = "fetch_target_killed"
+    FETCH_MANAGER_KILLED = "fetch_manager_killed"
     NONE = "none"
 
 
 _ROUTERS: Final = ("router-0", "router-1")
 _WORKERS: Final = ("worker-0", "worker-1")
+# Where some workers compute prompts for the others.
+_PREFILL: Final = ("worker-0",)
+_DECODE: Final = ("worker-1", "worker-2")
 # The processes of which one is hit: killed (SIGKILL), drained (SIGTERM), stopped for 2 s or frozen for 20 s (SIGSTOP).
 VICTIMS: Final = {
     Kind.MANAGER_KILLED: ("kvmanager",),
@@ -106,8 +118,38 @@ VICTIMS: Final = {
     Kind.ROUTER_CLOCK: _ROUTERS,
     Kind.WORKER_CLOCK: _WORKERS,
     Kind.REDIS_CLOCK: ("redis",),
+    Kind.PREFILL_WORKER_KILLED: _PREFILL,
+    Kind.PREFILL_WORKER_STOPPED: _PREFILL,
+    Kind.PREFILL_WORKER_FROZEN: _PREFILL,
+    Kind.PREFILL_WORKER_DRAINED: _PREFILL,
+    Kind.DECODE_WORKER_KILLED: _DECODE,
+    Kind.FETCH_SOURCE_KILLED: _PREFILL,
+    Kind.FETCH_SOURCE_STOPPED: _PREFILL,
+    Kind.FETCH_TARGET_KILLED: _DECODE,
+    Kind.FETCH_MANAGER_KILLED: ("kvmanager",),
 }
-FROZEN: Final = frozenset({Kind.MANAGER_FROZEN, Kind.ROUTER_FROZEN, Kind.WORKER_FROZEN, Kind.REDIS_FROZEN})
+FROZEN: Final = frozenset(
+    {
+        Kind.MANAGER_FROZEN,
+        Kind.ROUTER_FROZEN,
+        Kind.WORKER_FROZEN,
+        Kind.REDIS_FROZEN,
+        Kind.PREFILL_WORKER_FROZEN,
+    }
+)
+# They come while a worker that decodes fetches blocks: streams begin with that.
+AMID_FETCHES: Final = frozenset(
+    {Kind.FETCH_SOURCE_KILLED, Kind.FETCH_SOURCE_STOPPED, Kind.FETCH_TARGET_KILLED, Kind.FETCH_MANAGER_KILLED}
+)
+_OF_PREFILL: Final = AMID_FETCHES | frozenset(
+    {
+        Kind.PREFILL_WORKER_KILLED,
+        Kind.PREFILL_WORKER_STOPPED,
+        Kind.PREFILL_WORKER_FROZEN,
+        Kind.PREFILL_WORKER_DRAINED,
+        Kind.DECODE_WORKER_KILLED,
+    }
+)
 CLOCKS: Final = frozenset({Kind.MANAGER_CLOCK, Kind.ROUTER_CLOCK, Kind.WORKER_CLOCK, Kind.REDIS_CLOCK})
 WITHOUT_DISK: Final = frozenset({Kind.MANAGER_WITHOUT_DISK, Kind.ROUTER_WITHOUT_DISK})
 LEADERS: Final = frozenset({Kind.LEADER_KILLED, Kind.LEADER_FENCED})
@@ -137,6 +179,7 @@ class Form(StrEnum):
     WHOLE = "two routers, two workers, one KV manager"
     IMPATIENT = "the same, whose routers give a worker up that is without a KV manager"
     LED = "the same with two KV managers, of which one leads"
+    PREFILL = "two routers, one KV manager, one worker that computes prompts and two that decode"
     HOSTS = "one router, two workers, two KV managers, each on a host of its own"
 
 
@@ -145,6 +188,8 @@ def form_of(kind: Kind) -> Form:
         return Form.HOSTS
     if kind in LEADERS:
         return Form.LED
+    if kind in _OF_PREFILL:
+        return Form.PREFILL
     return Form.IMPATIENT if kind is Kind.MANAGER_GONE else Form.WHOLE
 
 
@@ -174,7 +219,8 @@ def planned(seed: int, kinds: Sequence[Kind], rounds: int, most_tokens: int) -> 
         rng.shuffle(order)
         for kind in order:
             victim = rng.choice(VICTIMS.get(kind, ("",)))
-            plan.append(Fault(kind, victim, rng.randrange(1, max(2, most_tokens))))
+            after = rng.randrange(1, max(2, most_tokens))
+            plan.append(Fault(kind, victim, 0 if kind in AMID_FETCHES else after))
     return plan
 
 

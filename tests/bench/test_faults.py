@@ -14,6 +14,7 @@ from bench import faults, soak
 from bench.fault_injection.clocks import compiler, shiftable_clocks
 from bench.fault_injection.injection import without_memory
 from bench.fault_injection.plan import (
+    AMID_FETCHES,
     FREEZE_S,
     FROZEN,
     JUMP_S,
@@ -34,7 +35,7 @@ def test_a_seed_determines_the_plan_and_a_printed_plan_is_read_again() -> None:
     assert plan == planned(3, kinds, rounds=2, most_tokens=50) != planned(4, kinds, rounds=2, most_tokens=50)
     assert sorted(fault.kind for fault in plan) == sorted([*kinds, *kinds])
     assert all(fault.victim in VICTIMS.get(fault.kind, ("",)) for fault in plan)
-    assert all(1 <= fault.after_tokens < 50 for fault in plan)
+    assert all((0 if fault.kind in AMID_FETCHES else 1) <= fault.after_tokens < 50 for fault in plan)
     assert read(written(plan)) == plan
 
 
@@ -145,10 +146,11 @@ JUMPS = [
     Fault(Kind.WORKER_CLOCK, "worker-1", 2),
     Fault(Kind.REDIS_CLOCK, "redis", 2),
 ]
+FETCHES = [Fault(Kind.FETCH_SOURCE_KILLED, "worker-0"), Fault(Kind.FETCH_TARGET_KILLED, "worker-2")]
 LED = [Fault(Kind.LEADER_KILLED, "", 2), Fault(Kind.LEADER_FENCED, "", 2)]
 
 
-@pytest.mark.parametrize("plan", [ROWS, JUMPS, LED], ids=["one manager", "clocks", "two managers"])
+@pytest.mark.parametrize("plan", [ROWS, JUMPS, LED, FETCHES], ids=["one manager", "clocks", "two managers", "fetches"])
 def test_failures_break_no_stream_and_change_no_token(tmp_path: Path, plan: list[Fault]) -> None:
     if plan is JUMPS and compiler() is None:
         pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is not Linux")

@@ -50,6 +50,11 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.ALL_DRAINED,
     ),
     "a prefill worker killed, drained or slow while it computes a prompt": (
+        Kind.PREFILL_WORKER_KILLED,
+        Kind.PREFILL_WORKER_STOPPED,
+        Kind.PREFILL_WORKER_FROZEN,
+        Kind.PREFILL_WORKER_DRAINED,
+        Kind.DECODE_WORKER_KILLED,
         f"{SUITES}/e2e/test_remote_prefill.py::test_workers_that_die_amid_prompts_cost_no_token",
         f"{ROUTER}/test_remote_prefill.py::test_whatever_ends_the_prompt_the_request_is_served",
         f"{ROUTER}/test_remote_prefill.py::test_a_prompt_that_takes_too_long_is_given_up",
@@ -111,6 +116,10 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.WORKER_WITHOUT_MEMORY,
     ),
     "a worker dies, or stands still, while another one fetches its blocks": (
+        Kind.FETCH_SOURCE_KILLED,
+        Kind.FETCH_SOURCE_STOPPED,
+        Kind.FETCH_TARGET_KILLED,
+        Kind.FETCH_MANAGER_KILLED,
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_source_that_dies_or_stands_still_in_the_middle_is_a_miss",
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_destination_that_is_killed_in_the_middle_fetches_again_once_it_is_back",
     ),
