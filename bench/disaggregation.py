@@ -2,8 +2,10 @@
 
     python -m bench.disaggregation --json
     python -m bench.disaggregation --repeat 2 --prompts-a-second 2.5 --remote-prefill always
+    python -m bench.disaggregation --shape small --streams 4 --prompts-a-second 0.5 --prompts 12
 
-Each suite has four simulated workers: steps sleep for what they cost, so the machine computes no model. Chats begin
+Each suite has four simulated workers: steps sleep for what they cost, so the machine computes no model. With `--shape`
+they are real ones with a thread each, on random weights in bfloat16; they share the machine's cores. Chats begin
 every few seconds in so many streams, and their inter-token latency is measured. Meanwhile long prompts arrive at random
 times, whatever became of those before (an open loop); nobody has sent them before. Prompts and times are the same for
 both suites, which run in turns, and every other time in the other order. All tokens count for the throughput: prompts
@@ -21,11 +23,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from bench.lib.checkpoints import MEDIUM, SMALL, checkpoint
 from bench.lib.harness import parser, report
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
@@ -36,6 +40,7 @@ from quire.inference.v1 import inference_pb2_grpc
 from quire.types.v1 import types_pb2 as types
 
 WORKERS: Final = 4
+SHAPES: Final = {"small": SMALL, "128m": MEDIUM}
 _BLOCK: Final = 16
 _VOCAB: Final = range(100, 400)
 NOTES: Final = {
@@ -147,12 +152,12 @@ async def drive(stub: inference_pb2_grpc.InferenceServiceStub, load: Load, seed:
 
 async def run(args: argparse.Namespace, load: Load, split: bool, seed: int) -> Seen:
     """Run the load on a fresh suite, after a shorter one by which its workers learn their rates."""
-    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder, _model_flags(args) as model:
         names = ("--grpc-port", "--port", "--manager-port")
         flags = [word for name, port in zip(names, free_ports(3), strict=True) for word in (name, str(port))]
-        flags += ["--worker-port", "0", "--workers", str(WORKERS), "--kv-blocks", "8192", "--block-size", str(_BLOCK)]
-        flags += ["--model", str(CHECKPOINT), "--state-dir", str(Path(folder)), "--log-level", "error"]
-        flags += ["--simulate", args.simulate, "--host-memory", "256MiB", "--data-port", "0"]
+        flags += ["--worker-port", "0", "--workers", str(WORKERS), "--block-size", str(_BLOCK), *model]
+        flags += ["--state-dir", str(Path(folder)), "--log-level", "error"]
+        flags += ["--host-memory", "256MiB", "--data-port", "0"]
         flags += ["--remote-prefill", args.remote_prefill, *(["--prefill-workers", "2"] if split else [])]
         async with (
             Stack(suite_options(flags, os.environ), lambda _name, _line: None) as stack,
@@ -161,6 +166,17 @@ async def run(args: argparse.Namespace, load: Load, split: bool, seed: int) -> S
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             await drive(stub, Load(load.streams, 1, 32, 0.0, load.prompt_tokens, 8, load.prompts_a_second), seed + 1000)
             return await drive(stub, load, seed)
+
+
+@contextmanager
+def _model_flags(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the flags of the model, and of the memory for its blocks."""
+    if args.shape is None:
+        yield ["--model", str(CHECKPOINT), "--simulate", args.simulate, "--kv-blocks", "8192"]
+        return
+    with checkpoint(None, SHAPES[args.shape]) as (folder, load_format):
+        alone = ["--dtype", "bfloat16", "--threads", "1", "--kv-blocks", "1024"]
+        yield ["--model", str(folder), "--load-format", load_format, *alone]
 
 
 def compared(mixed: Seen, split: Seen, prompts: int) -> dict[str, float]:
@@ -197,6 +213,8 @@ def flags() -> argparse.ArgumentParser:
     found.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of each")
     found.add_argument("--prompts-a-second", type=float, default=2.5, help="at which they arrive")
     found.add_argument("--simulate", default="base=20ms,decode=100us,prefill=150us", help="what steps cost")
+    what = "real workers of a small model, or of one of 128 M parameters, in place of simulated ones"
+    found.add_argument("--shape", choices=SHAPES, help=what)
     found.add_argument("--remote-prefill", default="auto", choices=("auto", "always", "off"))
     return found
 
