@@ -24,6 +24,7 @@ ONCE = {"certs", "redis-users"}
 BASIC = {"redis", "kvmanager", "gpuworker", "router"} | ONCE
 ROLES = {"kvmanager": "manager", "gpuworker": "worker", "gpuworker-gpu": "worker", "router": "router"}
 WORKERS = ("gpuworker", "gpuworker-gpu")
+PROMETHEUS = REPOSITORY / "docker/observability/prometheus/prometheus.yml"
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "kvmanager": KvManagerSettings,
     "gpuworker": GpuWorkerSettings,
@@ -252,6 +253,29 @@ def test_workers_with_host_memory_fetch_from_each_other_at_a_port_that_is_not_pu
         assert not service.get("ports")
 
 
+def test_workers_for_prompts_are_workers_with_another_task() -> None:
+    overrides = [word for name in ("host-memory", "prefill") for word in ("-f", f"docker/{name}.compose.yaml")]
+    sizes = {"HOST_MEMORY": "2GiB", "PREFILL_WORKERS": "3", "GPU_PREFILL_WORKERS": "2"}
+    done = compose(*overrides, "--profile", "gpu", "config", "--format", "json", **sizes)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = services(json.loads(done.stdout))
+    for name, replicas in zip(WORKERS, (3, 2), strict=True):
+        decodes, computes = found[name], found[f"{name}-prefill"]
+        assert computes["deploy"].pop("replicas") == replicas
+        del decodes["deploy"]["replicas"]
+        image = Dockerfile.read(decodes["build"]["dockerfile"], decodes["build"].get("target"))
+        assert re.search(rf"names: \[[^\]]*\b{name}-prefill[,\]]", PROMETHEUS.read_text())
+        assert f"{name}-prefill" in found["router"]["depends_on"], "the router stops first"
+        tasks = []
+        for service in (decodes, computes):
+            settings = options.load(GpuWorkerSettings, environ=image.environment | service["environment"])
+            assert (settings.host_memory, settings.data_port) == (2 << 30, 50054)
+            tasks.append(settings.disaggregation)
+            del service["environment"]["QUIRE_DISAGGREGATION"]
+        assert tasks == ["decode", "prefill"]
+        assert decodes == computes
+
+
 SHARDS = str(REPOSITORY / "docker/shards.compose.yaml")
 
 
@@ -307,10 +331,9 @@ def _without_shards() -> str:
 
 
 def test_prometheus_finds_all_services_of_the_files_for_compose(split: dict[str, Any]) -> None:
-    text = (REPOSITORY / "docker/observability/prometheus/prometheus.yml").read_text()
     for name in services(split):
         if name.startswith(("kvmanager", "gpuworker")):
-            assert re.search(rf"names: \[[^\]]*\b{name}[,\]]", text), name
+            assert re.search(rf"names: \[[^\]]*\b{name}[,\]]", PROMETHEUS.read_text()), name
 
 
 @pytest.mark.parametrize("name", ROLES)

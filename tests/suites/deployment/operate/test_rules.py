@@ -117,7 +117,10 @@ def _services(compose_file: Path) -> set[str]:
 
 def test_what_is_scraped_are_the_services_of_the_stack_at_the_ports_that_they_have() -> None:
     """The names are compose's services; the ports are 1000 above those of gRPC, which the images name first."""
-    files = (ROOT / "compose.yaml", *(ROOT / f"docker/{name}.compose.yaml" for name in ("standby", "shards")))
+    files = (
+        ROOT / "compose.yaml",
+        *(ROOT / f"docker/{name}.compose.yaml" for name in ("standby", "shards", "prefill")),
+    )
     services = {name for file in files for name in _services(file)}
     for job in load_yaml(PROMETHEUS / "prometheus.yml")["scrape_configs"]:
         for found in job.get("dns_sd_configs", []):
