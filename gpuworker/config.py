@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -153,6 +153,12 @@ class EngineSettings(Settings):
         None,
         description="HOST:PORT at which other workers reach --data-port; unset: the host of --advertise and the port",
     )
+    carrier: Literal["auto", "nixl"] = Field(
+        "auto",
+        description="how fetched blocks come: auto: through shared memory on one host, else over the connection to "
+        "--data-port; nixl: by NIXL in place of the connection where both workers say so, for networks with RDMA. It "
+        "needs quire-llm[nixl], TLS and a private network, and never ran over RDMA yet",
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
@@ -228,6 +234,9 @@ class EngineSettings(Settings):
             yield FieldViolation("--disaggregation", f"{what}; add it, with --host-memory")
         if self.data_address is not None and self.data_port is None:
             yield FieldViolation("--data-address", "is where others reach --data-port, and there is none; add it")
+        if self.carrier != "auto" and self.data_port is None:
+            what = f"is {self.carrier}, and blocks come from other workers by --data-port alone; add it"
+            yield FieldViolation("--carrier", what)
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if sequences is not None and tokens < sequences:
             what = f"is {tokens}, and a step has up to {sequences} sequences with a token each"

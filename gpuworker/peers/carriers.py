@@ -1,7 +1,8 @@
-"""How the bytes of an image come from the source S to the destination D: within the connection, or by shared memory.
+"""How the bytes of an image come from the source S to the destination D: in the connection, or by shared memory.
 
-Both are behind one seam, so the rest of server and client does not know which one it is. Hello, token, ends and
-checksums go over the connection in any case, and D verifies the checksum in its own memory.
+A third way, NIXL, stands in `nixl.py`. All are behind one seam, so the rest of server and client does not know which
+one it is. Hello, token, ends and checksums go over the connection in any case, and D verifies the checksum in its own
+memory.
 
 S writes images into slots of a file in /dev/shm, and D copies them out by reads. Neither maps the file, so a peer that
 cuts it short causes a short read and no signal. D opens it for reading, and S reads nothing of it: neither writes what
@@ -30,6 +31,8 @@ from gpuworker.peers.wire import NO_SLOT, NONCE_BYTES, Item, RingOffer, pack_ite
 log = logging.getLogger(__name__)
 
 Image = bytes | bytearray | memoryview
+CARRIERS: Final = ("shm", "tcp", "nixl")
+"""Names of all carriers, as counts and metrics have them. TLS is a matter of the connection: `tcp`."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _PAGE: Final = 4096
@@ -51,6 +54,26 @@ def host_key(folder: Path = SHARED_MEMORY) -> bytes:
         return b""
     text = f"quire-host-v1 {boot} {users.st_dev}:{users.st_ino} {os.geteuid()} {mount.st_dev}:{mount.st_ino}"
     return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def rounded_to_pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def write_whole(file: int, content: memoryview, at: int) -> None:
+    """Write all of the content to a file. Raises OSError."""
+    while content:
+        written = os.pwrite(file, content, at)
+        at, content = at + written, content[written:]
+
+
+def read_whole(file: int, target: memoryview, at: int) -> None:
+    """Fill the target from a file. Raises ChannelBroken where the file is too short, and OSError."""
+    while target:
+        found = os.preadv(file, [target], at)
+        if not found:
+            raise ChannelBroken("the source's ring is shorter than it said")
+        at, target = at + found, target[found:]
 
 
 # ---------------------------------------------------------------- S
@@ -84,7 +107,7 @@ class Ring:
 
     def __init__(self, image_bytes: int, ring_bytes: int, folder: Path = SHARED_MEMORY) -> None:
         """Raises OSError when the file cannot be made."""
-        self.slot_bytes = -(-image_bytes // _PAGE) * _PAGE
+        self.slot_bytes = rounded_to_pages(image_bytes)
         self.slots = min(_MOST_SLOTS, ring_bytes // self.slot_bytes)
         self.nonce, name = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(_NAME_BYTES)
         self.offer = RingOffer(self.slots, self.slot_bytes, name)
@@ -107,10 +130,7 @@ class Ring:
 
     def write_image(self, slot: int, image: memoryview) -> None:
         """Raises OSError."""
-        at, rest = _PAGE + slot * self.slot_bytes, image
-        while rest:
-            written = os.pwrite(self._file, rest, at)
-            at, rest = at + written, rest[written:]
+        write_whole(self._file, image, _PAGE + slot * self.slot_bytes)
 
     def remove_name(self) -> None:
         """From here on the file lives while one of the two has it open."""
@@ -125,15 +145,24 @@ class Ring:
             os.close(self._file)
 
 
-class RingOutlet:
-    """Images lie in slots of a ring; each slot is free again once D has said that it took the image."""
+class Slots(Protocol):
+    """Where S puts images for one connection."""
 
-    name = "shm"
+    slots: int
 
-    def __init__(self, channel: Channel, pace: Pace, ring: Ring, await_taken: Callable[[], None]) -> None:
+    def write_image(self, slot: int, image: memoryview) -> None:
+        """Raises OSError."""
+        ...
+
+
+class SlotOutlet:
+    """Images lie in slots; each slot is free again once D has said that it took the image."""
+
+    def __init__(self, name: str, channel: Channel, pace: Pace, slots: Slots, await_taken: Callable[[], None]) -> None:
         """`await_taken` reads the next message of D, and calls `free_slot`; it raises ChannelBroken."""
-        self._channel, self._pace, self._ring, self._await_taken = channel, pace, ring, await_taken
-        self._free, self._used = deque(range(ring.slots)), set[int]()
+        self.name = name
+        self._channel, self._pace, self._slots, self._await_taken = channel, pace, slots, await_taken
+        self._free, self._used = deque(range(slots.slots)), set[int]()
 
     def send_image(self, item: Item, image: memoryview) -> None:
         while not self._free:
@@ -141,9 +170,9 @@ class RingOutlet:
         slot = self._free.popleft()
         self._used.add(slot)
         try:
-            self._ring.write_image(slot, image)
+            self._slots.write_image(slot, image)
         except OSError as error:
-            raise ChannelBroken(f"an image could not be written into shared memory: {error.strerror}") from None
+            raise ChannelBroken(f"an image could not be written into memory for it: {error.strerror}") from None
         placed = Item(item.request, item.item, item.end, item.length, item.digest, slot)
         self._channel.send(pack_item(placed), self._pace)
 
@@ -214,13 +243,8 @@ class RingInlet:
     def fetch_image(self, item: Item, target: memoryview, pace: Pace) -> None:
         if item.slot >= self._offer.slots or len(target) > self._offer.slot_bytes:
             raise ChannelBroken("the source named a slot that its ring does not have")
-        at, rest = _PAGE + item.slot * self._offer.slot_bytes, target
         try:
-            while rest:
-                found = os.preadv(self._file, [rest], at)
-                if not found:
-                    raise ChannelBroken("the source's ring is shorter than it said")
-                at, rest = at + found, rest[found:]
+            read_whole(self._file, target, _PAGE + item.slot * self._offer.slot_bytes)
         except OSError as error:
             raise ChannelBroken(f"the source's ring cannot be read: {error.strerror}") from None
         self._channel.send(pack_taken(item.slot), pace)
@@ -230,10 +254,10 @@ class RingInlet:
             os.close(self._file)
 
 
-def inlet_for(item: Item, inline: InlineInlet, ring: RingInlet | None) -> Inlet:
+def inlet_for(item: Item, inline: InlineInlet, slots: Inlet | None) -> Inlet:
     """Return where the image of an item is. Raises ChannelBroken when there is no such place."""
     if item.slot == NO_SLOT:
         return inline
-    if ring is None:
+    if slots is None:
         raise ChannelBroken("the source named a slot of a ring that was never opened")
-    return ring
+    return slots

@@ -27,7 +27,19 @@ from common.contracts.transfers import PeerSource, Transfer, TransferEnd
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import InlineInlet, RingInlet, inlet_for
 from gpuworker.peers.channel import Channel, ChannelBroken, ChannelTimedOut, Pace, words_of
-from gpuworker.peers.wire import Hello, Item, PeerIdentity, Refused, Request, RingOffer, RingReply, WireError
+from gpuworker.peers.nixl import Carriers, NixlInlet, may_load_from
+from gpuworker.peers.wire import (
+    Hello,
+    Item,
+    NixlHead,
+    NixlOffer,
+    PeerIdentity,
+    Refused,
+    Request,
+    RingOffer,
+    RingReply,
+    WireError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +100,16 @@ class PeerClient:
         wake: Callable[[], None],
         tls: ConnectsTls | None = None,
         insecure: bool = False,
-        host_key: bytes = b"",
+        carriers: Carriers | None = None,
         bounds: ClientLimits | None = None,
     ) -> None:
         """`identity` says what this worker is at present. `wake` is called when something has landed; it never raises.
 
-        Without `tls` only sources on loopback are asked, unless `insecure` allows others. With a `host_key` images of
-        sources that have the same one may come by shared memory.
+        Without `tls` only sources on loopback are asked, unless `insecure` allows others. `carriers` are those by which
+        images may come, beside the connection.
         """
         self._identity, self._wake, self._tls, self._insecure = identity, wake, tls, insecure
-        self._host_key, self._bounds = host_key or wire.NO_HOST, bounds or ClientLimits()
+        self._carriers, self._bounds = carriers or Carriers(), bounds or ClientLimits()
         self._changed = threading.Condition()
         self._landed: list[EndedTransfer] = []
         self._landed_bytes = 0
@@ -105,6 +117,7 @@ class PeerClient:
         self._fetchers = dict[_SourceKey, _Fetcher]()
         self._shunned = dict[_SourceKey, float]()
         self._failing = set[_SourceKey]()
+        self._without_nixl = set[_SourceKey]()
         self._closed = False
 
     def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
@@ -223,6 +236,13 @@ class PeerClient:
         with self._changed:
             self._shunned[key] = time.monotonic() + self._bounds.shunned_seconds
 
+    def avoid_nixl(self, key: _SourceKey) -> None:
+        """Let what comes from a source come by other carriers, as long as it lives."""
+        with self._changed:
+            if len(self._without_nixl) >= 4 * self._bounds.sources:
+                self._without_nixl.clear()
+            self._without_nixl.add(key)
+
     def is_shunned(self, key: _SourceKey) -> bool:
         with self._changed:
             return self._shunned.get(key, 0.0) > time.monotonic()
@@ -247,13 +267,26 @@ class PeerClient:
                 connected, is_worker = self._tls.connect(connected, max(0.001, until - time.monotonic()))
             if not is_worker(source.worker_id):
                 raise ChannelBroken("its certificate is not that of this worker")
-            connection = _Connection(Channel(connected), who, self._host_key)
+            connection = _Connection(Channel(connected), who, self._carriers_for(source, connected))
             connection.greet(source, Pace(patience))
         except BaseException:
             with suppress(OSError):
                 connected.close()
             raise
         return connection
+
+    def _carriers_for(self, source: PeerSource, connected: socket.socket) -> Carriers:
+        """Return the carriers for a source: NIXL only where it has proven who it is, on a network of one's own."""
+        nixl, others = self._carriers.nixl, Carriers(self._carriers.host_key)
+        with self._changed:
+            avoided = _key_of(source) in self._without_nixl
+        if nixl is None or not nixl.works or avoided:
+            return others
+        try:
+            host = str(connected.getpeername()[0])
+        except OSError:  # the source has closed it
+            return others
+        return self._carriers if may_load_from(host, self._tls is not None) else others
 
     @property
     def bounds(self) -> ClientLimits:
@@ -361,22 +394,25 @@ class _Fetcher:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
+            if connection.nixl_failed:
+                self._client.avoid_nixl(self.key)
             connection.close()
 
 
 class _Connection:
     """A connection to a source that has been greeted, and its carriers."""
 
-    def __init__(self, channel: Channel, who: PeerIdentity, host_key: bytes) -> None:
+    def __init__(self, channel: Channel, who: PeerIdentity, carriers: Carriers) -> None:
         self.channel, self.who = channel, who
-        self._host_key, self._requests = host_key, 0
+        self._host_key, self._station, self._requests = carriers.host_key or wire.NO_HOST, carriers.nixl, 0
         self._inline = InlineInlet(channel)
-        self._ring: RingInlet | None = None
-        self._offered = False
+        self._slots: RingInlet | NixlInlet | None = None
+        self._offered, self._differed = set[type](), False
 
     def greet(self, source: PeerSource, pace: Pace) -> None:
         """Say who this is, and check who answers. Raises ChannelBroken and WireError."""
-        hello = Hello(self.who, source.worker_id, source.public_incarnation, self._host_key)
+        takes_nixl = self._station is not None
+        hello = Hello(self.who, source.worker_id, source.public_incarnation, self._host_key, takes_nixl)
         self.channel.send(wire.pack_hello(hello), pace)
         welcome = wire.unpack_welcome(bytes(self.channel.receive(wire.WELCOME_BYTES, pace)))
         if welcome.refusal is not wire.Refusal.NONE:
@@ -397,6 +433,9 @@ class _Connection:
             answer = wire.unpack_answer(bytes(self.channel.receive(wire.ANSWER_BYTES, pace)))
             if isinstance(answer, RingOffer):
                 self._take_ring(answer, pace)
+            elif isinstance(answer, NixlHead):
+                tail = bytes(self.channel.receive(answer.tail_bytes, pace))
+                self._take_nixl(wire.unpack_nixl_offer(answer, tail), pace)
             elif answer.request != self._requests:
                 raise WireError("an answer to another request")
             elif isinstance(answer, Refused):
@@ -416,30 +455,59 @@ class _Connection:
             raise WireError(f"an image of {item.length} bytes; expected {self.who.image_bytes}")
         client.await_room()
         image = bytearray(item.length)
-        inlet = inlet_for(item, self._inline, self._ring)
+        inlet = inlet_for(item, self._inline, self._slots)
         inlet.fetch_image(item, memoryview(image), pace)
         if xxhash.xxh3_128_digest(image) != item.digest:
+            self._differed = True
             client.land(fetch, item.item, TransferEnd.CORRUPT)
             raise WireError("the checksum of an image differs from what came")
         client.land(fetch, item.item, TransferEnd.DONE, image, inlet.name)
 
     def _take_ring(self, offer: RingOffer, pace: Pace) -> None:
         """Open the ring that the source offers; where that is not possible, images come in the connection."""
-        if self._offered or self._host_key == wire.NO_HOST:
-            raise WireError("a ring that was not asked for")
-        self._offered = True
+        self._note_offer(RingOffer, self._host_key != wire.NO_HOST)
         try:
-            self._ring = RingInlet(self.channel, offer)
-            reply = RingReply(opened=True, nonce=self._ring.nonce)
+            ring = RingInlet(self.channel, offer)
+            self._use_slots(ring)
+            reply = RingReply(opened=True, nonce=ring.nonce)
         except OSError as error:
             log.info("a ring in shared memory could not be opened, blocks come over TCP: %s", words_of(error))
             reply = RingReply(opened=False, nonce=b"")
         self.channel.send(wire.pack_ring_reply(reply), pace)
 
+    def _take_nixl(self, offer: NixlOffer, pace: Pace) -> None:
+        """Let the agent know that of the source; where it cannot use it, images come in the connection."""
+        station = self._station
+        self._note_offer(NixlOffer, station is not None)
+        assert station is not None
+        try:
+            self._use_slots(NixlInlet(self.channel, station, offer, pace))
+            opened = True
+        except ChannelBroken as error:
+            log.warning("blocks come over TCP: %s", error)
+            opened = False
+        self.channel.send(wire.pack_ring_reply(RingReply(opened, nonce=b"")), pace)
+
+    def _note_offer(self, kind: type, asked: bool) -> None:
+        """Raises WireError for an offer that was not asked for, or that comes again."""
+        if kind in self._offered or not asked:
+            raise WireError("a ring that was not asked for")
+        self._offered.add(kind)
+
+    def _use_slots(self, slots: RingInlet | NixlInlet) -> None:
+        if self._slots is not None:
+            self._slots.close()
+        self._slots = slots
+
+    @property
+    def nixl_failed(self) -> bool:
+        """Whether a read by NIXL did not end well, or brought what the source had not sent."""
+        return isinstance(self._slots, NixlInlet) and (self._slots.failed or self._differed)
+
     def close(self) -> None:
         self.channel.close()
-        if self._ring is not None:
-            self._ring.close()
+        if self._slots is not None:
+            self._slots.close()
 
 
 def _open_socket(address: str, beyond: bool, seconds: float) -> socket.socket:

@@ -39,10 +39,11 @@ from gpuworker.peers.carriers import (
     InlineOutlet,
     Outlet,
     Ring,
-    RingOutlet,
+    SlotOutlet,
     lacks_room,
 )
 from gpuworker.peers.channel import Channel, ChannelBroken, ChannelEnded, ChannelTimedOut, Pace, words_of
+from gpuworker.peers.nixl import Carriers, NixlSlots, is_private
 from gpuworker.peers.wire import Hello, PeerIdentity, Refusal, Request, RingReply, Taken, WireError
 
 log = logging.getLogger(__name__)
@@ -114,18 +115,17 @@ class PeerServer:
         take_images: TakeImages,
         serve_keys: Callable[[], Sequence[bytes]],
         tls: ServesTls | None = None,
-        host_key: bytes = b"",
+        carriers: Carriers | None = None,
         bounds: ServerLimits | None = None,
     ) -> None:
         """Serve on a socket of `listen`, which is the server's from here on.
 
         `identity` says what the worker is at present; a new incarnation refuses tokens of the one before. `serve_keys`
-        are the keys that tokens are made with (`ServeKeys.accepted_keys`). Peers with the same `host_key` are offered
-        shared memory; with b"" none is.
+        are the keys that tokens are made with (`ServeKeys.accepted_keys`). `carriers` are those that peers are offered.
         """
         self._listener, self._identity, self._take_images = listener, identity, take_images
         self.port = int(listener.getsockname()[1])
-        self._serve_keys, self._tls, self._host_key = serve_keys, tls, host_key
+        self._serve_keys, self._tls, self._carriers = serve_keys, tls, carriers or Carriers()
         self.bounds = bounds or ServerLimits()
         self._doors = _Doors(self.bounds)
         self._staging = _Staging(self.bounds.staged_bytes, self.bounds.staged_bytes_a_worker)
@@ -269,7 +269,15 @@ class PeerServer:
             left -= min(left, len(images))
 
     def takes_ring(self, hello: Hello) -> bool:
-        return bool(self._host_key) and hmac.compare_digest(hello.host_key, self._host_key)
+        own = self._carriers.host_key
+        return bool(own) and hmac.compare_digest(hello.host_key, own)
+
+    def nixl_slots_for(self, hello: Hello, address: str) -> NixlSlots | None:
+        """Return slots that are read by NIXL; None where the peer cannot, or there are none."""
+        nixl = self._carriers.nixl
+        if nixl is None or not hello.takes_nixl or not is_private(address):
+            return None
+        return nixl.open_slots(hello.who.image_bytes)
 
     def count_images(self, carrier: str, images: int, stale: int) -> None:
         size = self._identity().image_bytes
@@ -318,7 +326,8 @@ class _Session:
         self._sending = Pace(self._bounds.send_seconds, self._bounds.send_bytes)
         self._sent, self._spent = 0, 0.0
         self._ring: Ring | None = None
-        self._ring_outlet: RingOutlet | None = None
+        self._nixl: NixlSlots | None = None
+        self._slots: SlotOutlet | None = None
         self.worker: str | None = None
         self.socket: socket.socket | None = None
 
@@ -341,6 +350,9 @@ class _Session:
         if self._ring is not None:
             self._rings.close_ring(self._ring)
             self._ring = None
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
 
     def _read_hello(self, is_worker: IsWorker) -> Hello | None:
         """Return the hello; None when it was refused."""
@@ -391,7 +403,9 @@ class _Session:
                 return self._refuse_request(request, Refusal.FULL)
             self.worker = hello.who.worker_id
             self._offer_ring(hello)
-        outlet = self._ring_outlet or InlineOutlet(self._channel, self._sending)
+            if self._slots is None:
+                self._offer_nixl(hello)
+        outlet = self._slots or InlineOutlet(self._channel, self._sending)
         size, at = hello.who.image_bytes, 0
         while at < len(request.hashes):
             most = min(len(request.hashes) - at, max(1, self._bounds.asked_bytes // size))
@@ -432,7 +446,7 @@ class _Session:
         elif self._spent > self._bounds.send_seconds:
             raise ChannelTimedOut(f"it read {self._sent} bytes in {self._spent:.1f} s")
 
-    # ------------------------------------------------------------ shared memory
+    # ------------------------------------------------------------ images beside the connection
 
     def _offer_ring(self, hello: Hello) -> None:
         """Agree on a ring where both ends are on one host; without one, images follow their heads."""
@@ -443,15 +457,32 @@ class _Session:
             return
         self._ring = ring
         self._channel.send(wire.pack_ring_offer(ring.offer), self._message)
-        reply = self._read_message()
-        ring.remove_name()
-        if not isinstance(reply, RingReply):
-            raise WireError("the offer of a ring was not answered")
+        try:
+            reply = self._read_reply()
+        finally:
+            ring.remove_name()
         proven = reply.opened and hmac.compare_digest(reply.nonce, ring.nonce)
         if proven and self._rings.give_room(ring):
-            self._ring_outlet = RingOutlet(self._channel, self._sending, ring, self._await_taken)
+            self._slots = SlotOutlet("shm", self._channel, self._sending, ring, self._await_taken)
         else:
             self.end()
+
+    def _offer_nixl(self, hello: Hello) -> None:
+        """Agree on slots that the peer's agent reads; without them, images follow their heads."""
+        self._nixl = self._server.nixl_slots_for(hello, self._address)
+        if self._nixl is None:
+            return
+        self._channel.send(wire.pack_nixl_offer(self._nixl.offer), self._message)
+        if self._read_reply().opened:
+            self._slots = SlotOutlet("nixl", self._channel, self._sending, self._nixl, self._await_taken)
+        else:
+            self.end()
+
+    def _read_reply(self) -> RingReply:
+        reply = self._read_message()
+        if not isinstance(reply, RingReply):
+            raise WireError("the offer of a ring was not answered")
+        return reply
 
     def _await_taken(self) -> None:
         message = self._read_message_in_time()
@@ -466,9 +497,9 @@ class _Session:
         )
 
     def _free_slot(self, taken: Taken) -> None:
-        if self._ring_outlet is None:
+        if self._slots is None:
             raise WireError("a slot was given back, and there is no ring")
-        self._ring_outlet.free_slot(taken.slot)
+        self._slots.free_slot(taken.slot)
 
 
 class _Doors:

@@ -8,14 +8,18 @@ The destination D opens a connection to the source S. All numbers are little-end
 
     D  request   1 u8 | 0 u8 | number of hashes u16 | request u32 | token 16 | expires u64 | hashes, 16 each
     D  taken     2 u8 | 0 u8 | 0 u16              | slot u32
-    D  ring      3 u8 | opened u8 | 0 u16         | 0 u32 | nonce 32
+    D  ring      3 u8 | opened u8 | 0 u16         | 0 u32 | nonce 32      answers nixl too, with a nonce of zeros
 
     S  item      1 u8 | end u8 | item u16 | request u32 | length u32 | slot u32 | xxh3-128 of the image 16 | image
     S  refused   2 u8 | refusal u8 | 0 u16 | request u32 | 0 u32 | 0 u32 | 0 16
     S  ring      3 u8 | 0 u8 | slots u16 | 0 u32 | bytes of a slot u32 | 0 u32 | name 16
+    S  nixl      4 u8 | 0 u8 | slots u16 | bytes of metadata u32 | bytes of a slot u32 | 0 u32 | name of the agent 16
+                 | address of slot 0 u64 | metadata
 
 `end` is a TransferEnd. An image follows its head where `slot` is NO_SLOT; else it lies in that slot of S's ring in
-shared memory (`carriers.py`). Incarnations are the public ones. Nothing here does I/O.
+shared memory (`carriers.py`), or of S's staging memory (`nixl.py`): of what S offered last, and D has opened.
+`flags` of a hello: 1 where D takes rings, 2 where it takes nixl. Incarnations are the public ones. Nothing here does
+I/O.
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ NONCE_BYTES: Final = 32
 NO_SLOT: Final = 0xFFFF_FFFF
 NO_HOST: Final = bytes(KEY_BYTES)
 _MAGIC: Final = b"quirePX\n"
-_TAKES_RINGS: Final = 1
+MAX_METADATA_BYTES: Final = 64 << 10
+_TAKES_RINGS, _TAKES_NIXL = 1, 2
 _HELLO: Final = struct.Struct("<8sHHI16s16s16s16sHH")
 _WELCOME: Final = struct.Struct("<8sHHI16s16s")
 _HEAD: Final = struct.Struct("<BBHI")
 _REQUEST: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
 _ANSWER: Final = struct.Struct("<BBHIII16s")
+_PLACE: Final = struct.Struct("<Q")
 HELLO_BYTES: Final = _HELLO.size
 WELCOME_BYTES: Final = _WELCOME.size
 HEAD_BYTES: Final = _HEAD.size
@@ -112,12 +118,13 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of D: who it is, and whom it looks for. NO_HOST: it takes nothing from shared memory."""
+    """First message of D: who it is, whom it looks for, and by what it takes images. NO_HOST: not by shared memory."""
 
     who: PeerIdentity
     source_id: str
     source_incarnation: bytes
     host_key: bytes = NO_HOST
+    takes_nixl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class RingReply:
-    """Whether D could open the ring; then with the nonce that stands in it."""
+    """Whether D could open what S offers; then with the nonce that stands in a ring."""
 
     opened: bool
     nonce: bytes
@@ -184,6 +191,27 @@ class RingOffer:
     name: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class NixlHead:
+    """The first part of a NixlOffer; `tail_bytes` follow."""
+
+    slots: int
+    slot_bytes: int
+    name: bytes
+    tail_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NixlOffer:
+    """S offers `slots` of `slot_bytes` each in its staging memory, from `address` on; `metadata` are its agent's."""
+
+    slots: int
+    slot_bytes: int
+    name: bytes
+    address: int
+    metadata: bytes
+
+
 class ClientKind(IntEnum):
     """What D sends."""
 
@@ -198,6 +226,7 @@ class ServerKind(IntEnum):
     ITEM = 1
     REFUSED = 2
     RING = 3
+    NIXL = 4
 
 
 # ---------------------------------------------------------------- hello and welcome
@@ -208,7 +237,7 @@ def pack_hello(hello: Hello) -> bytes:
     head = _HELLO.pack(
         _MAGIC,
         VERSION,
-        _TAKES_RINGS if hello.host_key != NO_HOST else 0,
+        (_TAKES_RINGS if hello.host_key != NO_HOST else 0) | (_TAKES_NIXL if hello.takes_nixl else 0),
         hello.who.image_bytes,
         hello.who.image_format,
         hello.host_key,
@@ -235,7 +264,8 @@ def unpack_hello(head: bytes, tail: bytes) -> Hello:
     if not 0 < image_bytes <= MAX_PEER_IMAGE_BYTES:
         raise WireError(f"images of {image_bytes} bytes; expected 1 to {MAX_PEER_IMAGE_BYTES}")
     who = PeerIdentity(_id(tail[:own]), incarnation, image_format, image_bytes)
-    return Hello(who, _id(tail[own:]), source_incarnation, host_key if flags & _TAKES_RINGS else NO_HOST)
+    host_key = host_key if flags & _TAKES_RINGS else NO_HOST
+    return Hello(who, _id(tail[own:]), source_incarnation, host_key, bool(flags & _TAKES_NIXL))
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
@@ -312,8 +342,21 @@ def pack_ring_offer(offer: RingOffer) -> bytes:
     return _ANSWER.pack(ServerKind.RING, 0, offer.slots, 0, offer.slot_bytes, 0, offer.name)
 
 
-def unpack_answer(content: bytes) -> Item | Refused | RingOffer:
-    """Return one of S's messages, without the image behind it. Raises WireError."""
+def pack_nixl_offer(offer: NixlOffer) -> bytes:
+    head = _ANSWER.pack(ServerKind.NIXL, 0, offer.slots, len(offer.metadata), offer.slot_bytes, 0, offer.name)
+    return head + _PLACE.pack(offer.address) + offer.metadata
+
+
+def unpack_nixl_offer(head: NixlHead, tail: bytes) -> NixlOffer:
+    """Return the offer of its first part and what follows. Raises WireError."""
+    (address,) = _PLACE.unpack_from(tail)
+    if address + head.slots * head.slot_bytes >= 1 << 64:
+        raise WireError(f"{head.slots} slots of {head.slot_bytes} bytes behind the end of all memory")
+    return NixlOffer(head.slots, head.slot_bytes, head.name, address, tail[_PLACE.size :])
+
+
+def unpack_answer(content: bytes) -> Item | Refused | RingOffer | NixlHead:
+    """Return one of S's messages, without the image or the metadata behind it. Raises WireError."""
     kind, end, item, request, length, slot, digest = _ANSWER.unpack(content)
     if kind == ServerKind.ITEM:
         if end not in _ENDS:
@@ -325,6 +368,10 @@ def unpack_answer(content: bytes) -> Item | Refused | RingOffer:
         return Refused(request, _refusal(end))
     if kind == ServerKind.RING:
         return RingOffer(item, length, digest)
+    if kind == ServerKind.NIXL:
+        if not 0 < request <= MAX_METADATA_BYTES:
+            raise WireError(f"metadata of {request} bytes; expected 1 to {MAX_METADATA_BYTES}")
+        return NixlHead(item, length, digest, _PLACE.size + request)
     raise WireError(f"an answer of kind {kind}")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +20,11 @@ from gpuworker.peers import wire
 from gpuworker.peers.carriers import host_key
 from gpuworker.peers.channel import Channel, ChannelBroken, Pace
 from gpuworker.peers.client import EndedTransfer
+from gpuworker.peers.nixl import NixlStation
 from gpuworker.peers.server import PeerServer, ServerLimits
-from gpuworker.peers.wire import Hello, Item, Refusal, Refused, Request, RingOffer, RingReply, Welcome
+from gpuworker.peers.wire import Hello, Item, NixlOffer, Refusal, Refused, Request, RingOffer, RingReply, Welcome
 from tests.fuzz.harness import ANY, PATIENCE, again_and_again
+from tests.support.gpuworker.nixl import station, use_double
 from tests.support.gpuworker.peers import (
     DESTINATION,
     IMAGE_BYTES,
@@ -50,7 +54,15 @@ def request_of(hashes: tuple[BlockHash, ...]) -> bytes:
 def session(draw: random.Random) -> bytes:
     """Return the bytes of a destination: right ones in any order and number, or with some of them changed."""
     right = [
-        wire.pack_hello(Hello(DESTINATION, SOURCE.worker_id, SOURCE.incarnation, draw.choice((wire.NO_HOST, HOST)))),
+        wire.pack_hello(
+            Hello(
+                DESTINATION,
+                SOURCE.worker_id,
+                SOURCE.incarnation,
+                draw.choice((wire.NO_HOST, HOST)),
+                takes_nixl=draw.random() < 0.5,
+            )
+        ),
         request_of(hashes_of(draw.choice((1, 3, 512)), draw.choice((b"", MISSING)))),
     ]
     further = [
@@ -85,8 +97,16 @@ def send(server: PeerServer, content: bytes, draw: random.Random) -> None:
             channel.receive(1, PACE)
 
 
-def test_whatever_comes_costs_its_connection_alone() -> None:
-    with serving(bounds=BOUNDS, shared=HOST) as server, Destination() as honest:
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlStation]:
+    use_double(monkeypatch)
+    with station() as made:
+        yield made
+        assert made.works
+
+
+def test_whatever_comes_costs_its_connection_alone(nixl: NixlStation) -> None:
+    with serving(bounds=BOUNDS, shared=HOST, nixl=nixl) as server, Destination() as honest:
 
         @ANY
         @given(seed=st.integers(0, 2**64))
@@ -112,6 +132,15 @@ def answers(draw: random.Random, request: Request) -> bytes:
         wire.pack_item(Item(request.number, 0, TransferEnd.DONE, IMAGE_BYTES, bytes(16), draw.randrange(99))),
         wire.pack_refused(Refused(request.number, draw.choice(list(Refusal)))),
         wire.pack_ring_offer(RingOffer(draw.randrange(99), draw.randrange(2**32), draw.randbytes(16))),
+        wire.pack_nixl_offer(
+            NixlOffer(
+                draw.randrange(99),
+                draw.randrange(2**32),
+                draw.randbytes(16),
+                draw.randrange(2**64),
+                draw.randbytes(draw.randrange(1, 300)),
+            )
+        ),
         draw.randbytes(draw.randrange(100)),
     ]
     content = bytearray(b"".join(draw.choices(some, k=draw.randrange(8))))
@@ -120,7 +149,7 @@ def answers(draw: random.Random, request: Request) -> bytes:
     return bytes(content)
 
 
-def test_whatever_a_source_says_each_move_ends_once_and_nothing_false_lands() -> None:
+def test_whatever_a_source_says_each_move_ends_once_and_nothing_false_lands(nixl: NixlStation) -> None:
     @ANY
     @given(seed=st.integers(0, 2**64))
     def fetch_any(seed: int) -> None:
@@ -135,7 +164,7 @@ def test_whatever_a_source_says_each_move_ends_once_and_nothing_false_lands() ->
         )
         if draw.random() < 0.1:
             welcome[draw.randrange(len(welcome))] = draw.randrange(256)
-        with lying(lie, bytes(welcome)) as liar, Destination(host_key=HOST) as destination:
+        with lying(lie, bytes(welcome)) as liar, Destination(host_key=HOST, nixl=nixl) as destination:
             destination.fetch(liar.port, hashes_of(4))
             found: list[EndedTransfer] = destination.landed(4)
             assert [moved.transfer.id for moved in found] == [0, 1, 2, 3]

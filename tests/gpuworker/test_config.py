@@ -76,3 +76,7 @@ def test_a_data_port_needs_host_memory_and_a_data_address_needs_a_data_port() ->
         "--data-address is where others reach --data-port, and there is none; add it"
     ]
     assert problems(data_port=0, data_address="10.0.0.1:7000", host_memory="1GiB") == []
+    assert problems(carrier="nixl") == [
+        "--carrier is nixl, and blocks come from other workers by --data-port alone; add it"
+    ]
+    assert problems(carrier="nixl", data_port=0, host_memory="1GiB") == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from gpuworker.peers import wire
 from gpuworker.peers.wire import (
     Hello,
     Item,
+    NixlHead,
+    NixlOffer,
     PeerIdentity,
     Refusal,
     Refused,
@@ -98,6 +103,39 @@ def test_messages_of_the_source_have_these_bytes() -> None:
     assert len(ITEM_BYTES) == wire.ANSWER_BYTES
 
 
+def test_who_takes_nixl_says_so_in_a_flag() -> None:
+    packed = wire.pack_hello(replace(HELLO, takes_nixl=True))
+    assert packed == HELLO_BYTES[:10] + b"\3\0" + HELLO_BYTES[12:]
+    assert wire.unpack_hello(packed[: wire.HELLO_BYTES], packed[wire.HELLO_BYTES :]).takes_nixl
+
+
+def test_an_offer_of_nixl_has_these_bytes() -> None:
+    offer = NixlOffer(9, 8192, b"r" * 16, 1 << 40, b"meta")
+    content = (
+        bytes.fromhex("04 00 0900 04000000 00200000 00000000") + b"r" * 16 + bytes.fromhex("0000000000010000") + b"meta"
+    )
+    assert wire.pack_nixl_offer(offer) == content
+    head = wire.unpack_answer(content[: wire.ANSWER_BYTES])
+    assert head == NixlHead(9, 8192, b"r" * 16, len(content) - wire.ANSWER_BYTES)
+    assert wire.unpack_nixl_offer(head, content[wire.ANSWER_BYTES :]) == offer
+
+
+@pytest.mark.parametrize(
+    ("offer", "why"),
+    [
+        (NixlOffer(1, 1, b"r" * 16, 0, b""), "metadata of 0 bytes; expected 1 to 65536"),
+        (NixlOffer(1, 1, b"r" * 16, 0, bytes(65537)), "metadata of 65537 bytes"),
+        (NixlOffer(2, 4096, b"r" * 16, (1 << 64) - 8192, b"m"), "2 slots of 4096 bytes behind the end of all memory"),
+    ],
+)
+def test_an_offer_of_nixl_is_refused_with_the_reason(offer: NixlOffer, why: str) -> None:
+    content = wire.pack_nixl_offer(offer)
+    with pytest.raises(WireError, match=why):
+        wire.unpack_nixl_offer(
+            cast("NixlHead", wire.unpack_answer(content[: wire.ANSWER_BYTES])), content[wire.ANSWER_BYTES :]
+        )
+
+
 @pytest.mark.parametrize(
     ("at", "content", "why"),
     [
@@ -136,7 +174,7 @@ def test_a_message_of_the_destination_is_refused_by_its_head(head: str, why: str
     ("at", "content", "why"),
     [
         (0, b"\0", "an answer of kind 0"),
-        (0, b"\4", "an answer of kind 4"),
+        (0, b"\5", "an answer of kind 5"),
         (1, b"\5", "an item with the end 5"),
         (8, b"\1\0\0\4", "an image of 67108865 bytes; expected at most 67108864"),
         (0, b"\2\x09", "a refusal with the number 9"),

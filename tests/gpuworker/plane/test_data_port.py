@@ -9,6 +9,7 @@ import pytest
 from common.contracts.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.plane.data_port import DataPort
+from tests.support.gpuworker.nixl import use_double
 
 
 def opened(address: str, **options: object) -> DataPort:
@@ -38,3 +39,20 @@ def test_an_operator_may_say_where_others_reach_it() -> None:
 def test_a_port_that_is_taken_is_a_mistake_in_the_options() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidConfig, match="--data-port"):
         opened("127.0.0.1:50053", data_port=taken.getsockname()[1])
+
+
+def test_nixl_is_refused_where_peers_do_not_prove_who_they_are() -> None:
+    with pytest.raises(InvalidConfig, match=r"at 0\.0\.0\.0 no peer proves who it is; expected TLS"):
+        opened("10.0.0.1:50053", carrier="nixl", host="0.0.0.0", insecure=True)
+
+
+def test_nixl_is_there_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_double(monkeypatch)
+    port = opened("127.0.0.1:50053", carrier="nixl")
+    assert port._nixl is not None
+    assert port._nixl.works
+    port.close()
+    assert not port._nixl.works
+    monkeypatch.setenv("NIXL_DOUBLE_LACKS", "plugin")
+    with pytest.raises(InvalidConfig, match="its plugin for UCX is missing"):
+        opened("127.0.0.1:50053", carrier="nixl")

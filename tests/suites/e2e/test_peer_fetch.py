@@ -25,6 +25,7 @@ from common.wire.packing import pack_hashes
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.direct_worker import answer_of, records_of
+from tests.support.gpuworker.nixl import IS_INSTALLED, use_double
 from tests.support.index_view import identity_of
 from tests.support.load import kill, until_restarted
 from tests.support.suite import PATIENCE, Suite, running_suite
@@ -102,13 +103,20 @@ def _command(module: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tls", "carrier"),
-    [(False, "shm"), pytest.param(True, "tcp", marks=pytest.mark.rest)],
-    ids=["shared memory", "TCP with TLS"],
+    [
+        (False, "shm"),
+        pytest.param(True, "tcp", marks=pytest.mark.rest),
+        pytest.param(True, "nixl", marks=pytest.mark.rest),
+    ],
+    ids=["shared memory", "TCP with TLS", "NIXL beside TLS"],
 )
 async def test_a_prefix_comes_from_the_worker_that_computed_it(
     tls: bool, carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_pair(tmp_path, monkeypatch, tls=tls, CARRIER=carrier, PATIENCE="60") as pair:
+    flags = ("--carrier", "nixl") if carrier == "nixl" else ()
+    if flags and not IS_INSTALLED:
+        use_double(monkeypatch)
+    async with running_pair(tmp_path, monkeypatch, *flags, tls=tls, CARRIER=carrier, PATIENCE="60") as pair:
         wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
         assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
         assert await pair.answer(DESTINATION, prompt(1), "fetched") == (wanted, HITS)

@@ -2,7 +2,7 @@
 
 It prints `CARRIER name` for each block that came from a peer. PEER_TEST_HOLD is a folder: while it has a file with the
 worker's id, the worker answers a peer's request with one block, prints `HOLDS`, and takes no further one out. So a
-fetch is in its middle for as long as a test wants. With PEER_TEST_CARRIER=tcp it sees no shared memory, and
+fetch is in its middle for as long as a test wants. With PEER_TEST_CARRIER=tcp or nixl it sees no shared memory, and
 PEER_TEST_PATIENCE is the least patience of its own fetches, in seconds.
 """
 
@@ -57,7 +57,7 @@ def run() -> int:
     setattr(PeerClient, "land", land)  # noqa: B010
     if folder := os.environ.get("PEER_TEST_HOLD"):
         setattr(ImageRequests, "turn", holding_turn(Path(folder) / worker_id))  # noqa: B010
-    if os.environ.get("PEER_TEST_CARRIER") == "tcp":
+    if os.environ.get("PEER_TEST_CARRIER") in ("tcp", "nixl"):
         setattr(data_port, "host_key", bytes)  # noqa: B010
     if patience := os.environ.get("PEER_TEST_PATIENCE"):
         setattr(transfers, "_LEAST_PATIENCE", float(patience))  # noqa: B010

@@ -24,11 +24,13 @@ from common.contracts.types import BlockHash, FrameId
 from common.process import die_with_parent
 from gpuworker.peers.carriers import Image, host_key
 from gpuworker.peers.client import ClientLimits, EndedTransfer, PeerClient
+from gpuworker.peers.nixl import Carriers, NixlStation
 from gpuworker.peers.server import Deliver, PeerServer, ServerLimits, ServesTls, listen
 from gpuworker.peers.wire import PeerIdentity
 
 PATIENCE: Final = 60.0
 IMAGE_BYTES: Final = 6000
+STAGING_BYTES: Final = 1 << 20
 FORMAT: Final = b"image format 1.."
 SOURCE: Final = PeerIdentity("worker-s", b"incarnation of S", FORMAT, IMAGE_BYTES)
 DESTINATION: Final = PeerIdentity("worker-d", b"incarnation of D", FORMAT, IMAGE_BYTES)
@@ -91,10 +93,12 @@ def serving(
     key: bytes = SERVE_KEY,
     tls: ServesTls | None = None,
     shared: bytes = b"",
+    nixl: NixlStation | None = None,
 ) -> Iterator[PeerServer]:
     """Yield a source that listens on loopback. It has no thread left afterwards."""
     listener = listen("127.0.0.1", 0, secure=tls is not None)
-    server = PeerServer(listener, lambda: identity, take_images, lambda: [key], tls, shared, bounds)
+    carriers = Carriers(shared, nixl)
+    server = PeerServer(listener, lambda: identity, take_images, lambda: [key], tls, carriers, bounds)
     try:
         server_port = server.port
         yield server
@@ -106,9 +110,17 @@ def serving(
 class Destination:
     """A worker that fetches, and waits for what has landed."""
 
-    def __init__(self, who: PeerIdentity = DESTINATION, bounds: ClientLimits | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        who: PeerIdentity = DESTINATION,
+        bounds: ClientLimits | None = None,
+        host_key: bytes = b"",
+        nixl: NixlStation | None = None,
+        **options: Any,
+    ) -> None:
         self.who, self._woken = who, threading.Event()
-        self.client = PeerClient(lambda: self.who, self._woken.set, bounds=bounds, **options)
+        carriers = Carriers(host_key, nixl)
+        self.client = PeerClient(lambda: self.who, self._woken.set, carriers=carriers, bounds=bounds, **options)
 
     def __enter__(self) -> Destination:
         return self
@@ -162,10 +174,10 @@ def ends_of(landed: Sequence[EndedTransfer]) -> list[TransferEnd]:
 
 
 class SourceProcess:
-    """A source in a process of its own, which can be stopped and killed."""
+    """A source in a process of its own, which can be stopped and killed; with `nixl`, one that has an agent of it."""
 
-    def __init__(self) -> None:
-        argv = [sys.executable, "-m", "tests.support.gpuworker.peers"]
+    def __init__(self, nixl: bool = False) -> None:
+        argv = [sys.executable, "-m", "tests.support.gpuworker.peers", *(["nixl"] if nixl else [])]
         self._process = subprocess.Popen(
             die_with_parent.command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -178,6 +190,10 @@ class SourceProcess:
     def __exit__(self, *_: object) -> None:
         self.signal(signal.SIGKILL)
         self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def release(self) -> None:
         """Let it answer what it holds back."""
@@ -195,7 +211,8 @@ class SourceProcess:
 
 def main() -> None:
     holding = Holding()
-    with serving(holding.take_images, shared=host_key()) as server:
+    station = NixlStation(STAGING_BYTES) if "nixl" in sys.argv else None
+    with serving(holding.take_images, shared=host_key(), nixl=station) as server:
         print(server.port, flush=True)  # noqa: T201
         while sys.stdin.readline():
             holding.released.set()
