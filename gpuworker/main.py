@@ -47,7 +47,14 @@ from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.manager_silence import ManagerAbsence
 from gpuworker.scheduling.watchdog import waits_for_a_step
-from gpuworker.server.metrics import DiskCollector, EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
+from gpuworker.server.metrics import (
+    CarrierCollector,
+    DiskCollector,
+    EngineCollector,
+    MaskCollector,
+    OrphanCollector,
+    lease_round_trips,
+)
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
@@ -214,6 +221,7 @@ class Worker:
             engine.serve_images(requests)
             identity = partial(_peer_identity, engine, size)
             peers = port.serve(identity, requests.ask, engine.serve_keys.accepted_keys, engine.wake)
+            CarrierCollector(peers.fetched, port.served, self._registry)
         if disk is None:
             engine.transfer_by(Transfers(images, size, SystemClock(), None, peers))
         else:

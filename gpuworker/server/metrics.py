@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.peers.carriers import CARRIERS
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
 from gpuworker.scheduling.images import ImageMover
 from gpuworker.server.orphans import OrphanEnd, Orphans
@@ -118,6 +120,26 @@ class DiskCollector:
         yield GaugeMetricFamily("quire:disk_usable", usable, value=float(disk.usable))
         took = "Learnt time of reading a block from disk; 0 before the first one."
         yield GaugeMetricFamily("quire:disk_read_seconds", took, value=disk.read_seconds)
+
+
+class CarrierCollector:
+    """Makes metrics of the images of blocks that passed between this worker and others, at each scrape."""
+
+    def __init__(
+        self, fetched: Callable[[], Counter[str]], served: Callable[[], Counter[str]], registry: CollectorRegistry
+    ) -> None:
+        self._fetched, self._served = fetched, served
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, what, count in (
+            ("quire:fetched_images", "Images of blocks that came from other workers, by carrier.", self._fetched),
+            ("quire:served_images", "Images of blocks that other workers have fetched, by carrier.", self._served),
+        ):
+            images, found = CounterMetricFamily(name, what, labels=("carrier",)), count()
+            for carrier in CARRIERS:
+                images.add_metric((carrier,), found[carrier])
+            yield images
 
 
 def _buckets(times: StepTimes) -> list[tuple[str, float]]:

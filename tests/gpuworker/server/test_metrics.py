@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,13 @@ from prometheus_client import CollectorRegistry
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
-from gpuworker.server.metrics import DiskCollector, EngineCollector, MaskCollector, lease_round_trips
+from gpuworker.server.metrics import (
+    CarrierCollector,
+    DiskCollector,
+    EngineCollector,
+    MaskCollector,
+    lease_round_trips,
+)
 
 
 def test_step_times_are_a_histogram_by_what_was_in_the_step() -> None:
@@ -54,6 +61,16 @@ def test_a_disk_cache_says_whether_it_is_in_use_and_how_long_a_read_takes() -> N
     assert [registry.get_sample_value(f"quire:disk_{name}") for name in ("usable", "read_seconds")] == [1.0, 0.0025]
     mover.usable = False
     assert registry.get_sample_value("quire:disk_usable") == 0.0
+
+
+def test_images_of_peers_are_counted_by_carrier() -> None:
+    registry = CollectorRegistry()
+    CarrierCollector(lambda: Counter(nixl=7, shm=2), lambda: Counter(tcp=3), registry)
+    found = [
+        [registry.get_sample_value(f"quire:{name}_images_total", {"carrier": each}) for each in ("shm", "tcp", "nixl")]
+        for name in ("fetched", "served")
+    ]
+    assert found == [[2, 0, 7], [0, 3, 0]]
 
 
 def test_drafts_are_counted_by_what_guessed_them() -> None:
