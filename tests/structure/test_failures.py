@@ -123,6 +123,10 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_source_that_dies_or_stands_still_in_the_middle_is_a_miss",
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_destination_that_is_killed_in_the_middle_fetches_again_once_it_is_back",
     ),
+    "the NIXL of a worker ends, or does not reach a peer": (
+        f"{WORKER}/peers/test_nixl.py::test_an_agent_that_is_killed_ends_no_worker_and_stays_ended",
+        f"{WORKER}/peers/test_nixl.py::test_a_source_that_nixl_does_not_reach_is_asked_over_tcp_from_then_on",
+    ),
     "blocks leave a worker, or a reset comes, while another one fetches them": (
         f"{SUITES}/e2e/test_peer_fetch.py::test_what_the_source_has_evicted_meanwhile_is_a_miss",
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_reset_in_the_middle_leaves_no_hit",
