@@ -244,6 +244,11 @@ class EngineSettings(Settings):
                 "--max-num-batched-tokens", f"{what}; expected at least {sequences}, or a lower --max-num-seqs"
             )
 
+    @property
+    def needs_peers(self) -> bool:
+        """Whether peers must be able to fetch blocks. Each of several workers is given a free port, needed or not."""
+        return bool(self.data_port) or self.disaggregation != "none"
+
     def _disk_problems(self) -> Iterator[FieldViolation]:
         if self.disk_cache is None:
             if self.disk_cache_size is not None:

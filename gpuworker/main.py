@@ -302,7 +302,7 @@ def open_data_port(
     settings: GpuWorkerSettings, plane: DataPlane, tls: Identity | None, address: str
 ) -> DataPort | None:
     """Return the port for peers; None without one. Raises InvalidConfig where it cannot be had."""
-    if settings.data_port is None or plane.images is None:
+    if not plane.serves_peers:
         return None
     from gpuworker.plane.data_port import DataPort
 

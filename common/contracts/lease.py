@@ -311,6 +311,8 @@ class Inventory:
     Where the pool has groups, `block_groups` and `block_pages` say of each block that a table or a claim names which
     group it is of, and which pages it is: as many as a block of the group has, the id first. `pool` has pages.
     `frames` has what frames of the host tier hold: a claim names a frame in place of a block, and where it stands.
+    Where the pool has groups, `frame_groups` and `frame_pages` say of each which group it is of, and which frames it
+    has.
     `saved` has the same of frames on disk. Transfers of an earlier session are void.
     """
 
@@ -321,6 +323,8 @@ class Inventory:
     block_pages: Sequence[BlockId] = ()
     frames: Sequence[CachedBlock] = ()
     saved: Sequence[CachedBlock] = ()
+    frame_groups: Sequence[int] = ()
+    frame_pages: Sequence[FrameId] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +404,8 @@ class Copy:
 class TierCopy:
     """Copy a sealed block into a frame of the host tier or, as a `load`, a frame into a block, on the compute stream.
 
-    A block that is loaded holds the frame's content from the order on: it is full, and shared by an admission.
+    A block that is loaded holds the frame's content from the order on: it is full, and shared by an admission. Where
+    the pool has groups, block and frame are pages. Those of one block follow each other, in the order of its pages.
     """
 
     block: BlockId

@@ -54,6 +54,8 @@ _PACKED_FIELDS: Final = {
     "saved_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
     "saved_depths": _Column(4, packing.unpack_blocks),
     "saved_last_used": _Column(8, packing.unpack_u64),
+    "frame_groups": _Column(1, list),
+    "frame_pages": _Column(4, packing.unpack_blocks),
 }
 
 _T = TypeVar("_T")
@@ -72,6 +74,11 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
             for part in _slices(inventory.block_pages, room // 4)
         ),
         *map(_frames_to_proto, _slices(CachedBlocks.of(inventory.frames), room // _FRAME_BYTES)),
+        *(kvmanager_pb2.Inventory(frame_groups=bytes(part)) for part in _slices(inventory.frame_groups, room)),
+        *(
+            kvmanager_pb2.Inventory(frame_pages=packing.pack_blocks(part))
+            for part in _slices(inventory.frame_pages, room // 4)
+        ),
         *map(_saved_to_proto, _slices(CachedBlocks.of(inventory.saved), room // _FRAME_BYTES)),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
@@ -217,11 +224,11 @@ class InventoryAssembler:
 
     def _assemble(self) -> Inventory:
         columns = tuple(self._columns.values())
-        (pool, *cached), (groups, pages), frames, saved = columns[:7], columns[7:9], columns[9:14], columns[14:]
+        (pool, *cached), (groups, pages), frames, saved = columns[:7], columns[7:9], columns[9:14], columns[14:19]
         packing.parallel("cached_blocks", *cached[:4], *(cached[4:] if any(cached[4:]) else ()))
         packing.parallel("frames", *frames)
         packing.parallel("saved_frames", *saved)
-        claims, below = CachedBlocks(*cached), (_placed(*frames), _placed(*saved))
+        claims, below = CachedBlocks(*cached), (_placed(*frames), _placed(*saved), *map(tuple, columns[19:]))
         return Inventory(tuple(self._sequences), tuple(pool), claims, tuple(groups), tuple(pages), *below)
 
 

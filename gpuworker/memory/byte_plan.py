@@ -56,17 +56,30 @@ def frame_bytes(geometry: KvGeometry, block_size: int) -> int:
 
 def why_no_frames(geometry: KvGeometry, keeps_states: bool) -> str:
     """Return why host memory cannot keep a model's blocks; empty where it can."""
-    if keeps_states:
-        return "the model's layers keep states, and host memory keeps K and V of tokens alone"
-    if geometry.groups or geometry.window:
-        return "layers of the model attend within windows, and host memory keeps blocks that all layers read alike"
-    return "" if geometry.num_layers or geometry.shapes else "no layer attends, so there are no K and V to keep"
+    if keeps_states and state_group(geometry.groups) is None:
+        return "the model's layers keep states, of which it takes no checkpoints: no prompt could go on from its blocks"
+    if geometry.window:
+        return "every layer of the model attends within a window, and host memory keeps what some layer reads for good"
+    return "" if geometry.num_layers or geometry.shapes or geometry.groups else _NOTHING_TO_KEEP
 
 
-def refuse_tiers(why: str, on_disk: bool) -> None:
-    """Raise InvalidConfig, with the reason, for the options of tiers that can keep nothing of a model."""
-    flags = ("--host-memory", "--disk-cache") if on_disk else ("--host-memory",)
-    raise InvalidConfig(*(FieldViolation(flag, f"{why}; leave it out") for flag in flags))
+_NOTHING_TO_KEEP: Final = "no layer attends, so there are no K and V to keep"
+_NOT_MOVED: Final = (
+    "the model's layers are groups that keep K, V or states for different times, and disk and peers move blocks of all"
+    " layers alike; leave it out: --host-memory alone keeps blocks of such models"
+)
+
+
+def refuse_tiers(geometry: KvGeometry, keeps_states: bool, on_disk: bool, needs_peers: bool) -> None:
+    """Raise InvalidConfig, with the reason, for the options of tiers that can keep nothing of a model.
+
+    `on_disk` is whether there is a disk cache, `needs_peers` whether peers are to fetch.
+    """
+    beside = [flag for flag, given in (("--disk-cache", on_disk), ("--data-port", needs_peers)) if given]
+    if why := why_no_frames(geometry, keeps_states):
+        raise InvalidConfig(*(FieldViolation(flag, f"{why}; leave it out") for flag in ("--host-memory", *beside)))
+    if geometry.groups and beside:
+        raise InvalidConfig(*(FieldViolation(flag, _NOT_MOVED) for flag in beside))
 
 
 def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:
@@ -209,7 +222,7 @@ class BytePlan:
 
     def _of_frames(self) -> str:
         where = "" if self.device == "cpu" else ", beside the memory of the device"
-        return f"{self.host_frames} more blocks that left the KV cache{where}"
+        return f"{self.host_frames} more {'pages' if self.groups else 'blocks'} that left the KV cache{where}"
 
     def _of_disk(self) -> str:
         return f"{self.disk_frames} more blocks in {self.disk_folder}"

@@ -459,4 +459,5 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Poo
         pooled_tokens=pooled,
         host_memory=settings.host_memory or 0,
         disk_cache=settings.disk_cache is not None,
+        needs_peers=settings.needs_peers,
     )

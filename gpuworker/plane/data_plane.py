@@ -123,6 +123,11 @@ class DataPlane:
         return self.memory.host_frames if self.prefix_caching else 0
 
     @property
+    def serves_peers(self) -> bool:
+        """Whether other workers fetch blocks from this one. Not where layers are groups: see `refuse_tiers`."""
+        return self.settings.data_port is not None and self.images is not None and not self.memory.groups
+
+    @property
     def disk_frames(self) -> int:
         """The blocks that the disk cache keeps."""
         return 0 if self.disk is None else self.disk.num_frames
@@ -182,7 +187,7 @@ class DataPlane:
             draft_model=self.draft_model,
             host_frames=self.host_frames,
             disk_frames=self.disk_frames,
-            serves_peers=self.settings.data_port is not None,
+            serves_peers=self.serves_peers,
         )
 
     def attach(self, worker_id: str, address: str) -> Attach:
@@ -203,7 +208,12 @@ class DataPlane:
 
     def start_lines(self) -> list[str]:
         """Return the lines about memory that a worker prints before it serves."""
-        return [*self.memory.lines(), self.memory.prefix_line(self.prefix_caching)]
+        return [*self.memory.lines(), self.memory.prefix_line(self.prefix_caching), *self.peer_lines()]
+
+    def peer_lines(self) -> list[str]:
+        """Return what to say where a free port was given for peers, as to several workers of a suite, and none asks."""
+        no_peers = self.settings.data_port is not None and bool(self.memory.groups)
+        return ["other workers: none fetches blocks from this one, whose layers are groups"] if no_peers else []
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
         facts = self.facts
@@ -224,7 +234,7 @@ class DataPlane:
             version=f"quire {quire_version()}, {facts.software}",
             prefix_caching=self.prefix_caching,
             disaggregation=_DISAGGREGATION[self.settings.disaggregation],
-            fetches_blocks=self.settings.data_port is not None and self.host_frames > 0,
+            fetches_blocks=self.serves_peers and self.host_frames > 0,
         )
 
     def memory_message(self) -> pb.MemoryPlan:

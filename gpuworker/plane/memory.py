@@ -33,7 +33,6 @@ from gpuworker.memory.byte_plan import (
     longest_sequence,
     max_scored_tokens,
     refuse_tiers,
-    why_no_frames,
 )
 from gpuworker.memory.devices import free_bytes, total_bytes
 from gpuworker.memory.layout import SCALED, numbers_a_layer, page_layout, pools_of
@@ -72,6 +71,7 @@ class MemoryOptions:
     usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
     host_memory: int = 0  # bytes that keep blocks which leave the pool
     disk_cache: bool = False  # whether a disk keeps more of them
+    needs_peers: bool = False  # whether peers are to fetch them
 
 
 def plan_memory(
@@ -182,15 +182,15 @@ def _host_frames(
     """Return the frames of host memory, and the bytes of each. Raises InvalidConfig where it keeps nothing."""
     if not options.host_memory:
         return 0, 0
-    if why := why_no_frames(geometry, model.states is not None):
-        refuse_tiers(why, options.disk_cache)
+    refuse_tiers(geometry, model.states is not None, options.disk_cache, options.needs_peers)
     frame, there = frame_bytes(geometry, options.block_size), host_memory.available_bytes()
     if options.host_memory > there:
         what = f"is {in_words(options.host_memory)}, and {in_words(there)} of the host's memory are free; ask for less"
         raise InvalidConfig(FieldViolation("--host-memory", what))
     frames = min(options.host_memory // frame, MAX_WORKER_BLOCKS)
     if not frames:
-        what = f"is {in_words(options.host_memory)}, and a block takes {in_words(frame)}; ask for more"
+        unit = "page" if geometry.groups else "block"
+        what = f"is {in_words(options.host_memory)}, and a {unit} takes {in_words(frame)}; ask for more"
         raise InvalidConfig(FieldViolation("--host-memory", what))
     return frames, frame
 

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SamplingParams, SequenceId
+from common.contracts.lease import Copy, TierCopy
+from common.contracts.types import TRIMMED, BlockId, FrameId, KvGroup, KvGroupKind, SamplingParams, SequenceId
 from gpuworker.attention.interface import AttentionBackend, Int32Array
 from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_pages, pack_rows
 from gpuworker.engine.ports import MaskLateness
@@ -72,6 +73,9 @@ class InputBatch:
         self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
         self._of_states: set[BlockId] = set()
         self._reused: set[BlockId] = set()
+        # Frames of host memory that hold states, and pages that held some until K and V were loaded into them.
+        self._frames_of_states: set[FrameId] = set()
+        self._loaded_over: set[BlockId] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -144,6 +148,26 @@ class InputBatch:
             if self._has_states:
                 table[entry.index, :trimmed] = pages[-1]  # what masks leave out is still read, and must be numbers
                 self._reused |= self._of_states.intersection(pages[begin:])
+
+    def note_copies(self, copies: Sequence[Copy | TierCopy]) -> None:
+        """Follow what copies between pages and frames of host memory carry: states, or K and V of all slots."""
+        for copy in copies:
+            if not isinstance(copy, TierCopy):
+                continue
+            if not copy.load and copy.block in self._of_states:
+                self._frames_of_states.add(copy.frame)
+            elif not copy.load:
+                self._frames_of_states.discard(copy.frame)
+            elif copy.frame in self._frames_of_states:
+                self._of_states.add(copy.block)
+            elif copy.block in self._of_states:
+                self._of_states.discard(copy.block)
+                self._loaded_over.add(copy.block)
+
+    def note_failure(self) -> None:
+        """Note that steps have failed: copies of theirs were not made, so pages may still hold states."""
+        self._of_states |= self._loaded_over
+        self._loaded_over.clear()
 
     def write_states(self, pages: Sequence[BlockId]) -> None:
         """Note that pages are written as a checkpoint, so that they hold no numbers any more."""
@@ -276,6 +300,7 @@ class ModelRunner:
         self._forget_batches()
         if not self._batch and self._failures.failed(self._generation):
             self._generation += 1
+            self._batch.note_failure()
 
     def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         """Implement `StepRunner`."""
@@ -350,6 +375,8 @@ class ModelRunner:
     def _lay_out(self, plan: StepPlan) -> RunnerStep:
         """Return a plan as arrays, and begin the masks of its constrained rows; nothing fails after that."""
         drafts = {row.sequence: row.drafts for row in plan.rows if row.drafts} if plan.drafts else {}
+        if self._has_states and plan.copies:
+            self._batch.note_copies(plan.copies)
         plan = laid_out(plan)
         scored = self._prompts.scored_by(plan)
         staged, inputs, sequences, sampling = self._arrays(plan, scored)

@@ -118,11 +118,13 @@ class ThreadExecutor:
 
         Pages are cleared even behind a failed step: later ones rely on it.
         """
+        refused, copied = self._failures.failed(step.generation), _nothing_copied
+        begun = time.perf_counter()
+        if step.copies and not refused:
+            copied = self._copy(step.copies)  # of what is cleared then, too
         if self._checkpoints is not None and step.cleared:
             self._checkpoints.clear(step.cleared)
         self._failures.refuse(step.generation)
-        begun = time.perf_counter()
-        copied = self._copy(step.copies) if step.copies else _nothing_copied
         if self._states is not None:
             for place, drafts in step.accepted:
                 self._states.accept(place, drafts)

@@ -59,7 +59,8 @@ class StepPlan:
     `scored` has at most one part of a row; a position of it samples nothing. `drafts` counts those of all rows.
     A draft model has guessed them, `guessing` seconds before the step. The states of the sequences of `loads` are read
     from checkpoints before the rows are computed, those of the sequences of `saves` are written to some after that.
-    `loaded` counts the blocks that its copies load from host memory, by the sequence that they are for.
+    `loaded` counts the blocks that its copies load from host memory, and these copies, by the sequence that they are
+    for.
     """
 
     step: int
@@ -70,7 +71,7 @@ class StepPlan:
     guessing: float = 0.0
     loads: tuple[Checkpoint, ...] = ()
     saves: tuple[Checkpoint, ...] = ()
-    loaded: tuple[tuple[SequenceId, int], ...] = ()
+    loaded: tuple[tuple[SequenceId, int, int], ...] = ()
     prefilled: int = field(init=False, repr=False)
     """Positions beyond one for each row that samples a token, and beyond drafts."""
 

@@ -9,7 +9,8 @@ from functools import partial
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, GrantBatch, unread_blocks
 from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SequenceId
-from gpuworker.scheduling.block_states import BlockStates, PageBlocks
+from gpuworker.scheduling.block_states import BlockStates, Content, PageBlocks
+from gpuworker.scheduling.frame_claims import LoadedBlock
 from gpuworker.scheduling.sequence import Sequence
 
 
@@ -39,10 +40,21 @@ def fresh_blocks(admit: Admit, groups: Items[KvGroup]) -> Iterator[tuple[int, tu
 
 
 class GroupGrantCheck:
-    """Checks the admissions of one batch, in order. `granted` are the pages that they grant anew, so far."""
+    """Checks the admissions of one batch, in order. `granted` are the pages that they grant anew, so far.
 
-    def __init__(self, blocks: BlockStates, made: PageBlocks, block_size: int, groups: Items[KvGroup]) -> None:
+    The blocks that are `loaded` from host memory are full.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockStates,
+        made: PageBlocks,
+        block_size: int,
+        groups: Items[KvGroup],
+        loaded: Mapping[BlockId, LoadedBlock],
+    ) -> None:
         self._blocks, self._made, self._block_size, self._groups = blocks, made, block_size, groups
+        self._loaded = loaded
         self._fresh: dict[BlockId, int] = {}
         self._shared = set[BlockId]()
         self.granted: list[BlockId] = []
@@ -100,21 +112,30 @@ class GroupGrantCheck:
 
         All K/V before it must be there: a sequence goes on from the first slot that is not filled.
         """
-        content, wanted = self._blocks.content.get(block), sequence.block_hashes[place:] if sequence is not None else []
+        content, wanted = self._content_of(block), sequence.block_hashes[place:] if sequence is not None else []
         other = content is not None and bool(wanted) and content.hash != wanted[0]
-        if block in self._fresh or self._blocks.fill[block] != self._block_size or other:
+        if block in self._fresh or self._fill_of(block) != self._block_size or other:
             what = f"block {block} as the state behind place {place}, which it does not hold"
             raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
         for before in admit.block_table[: place + 1]:
-            if before in self._fresh or self._blocks.fill[before] != self._block_size:
+            if before in self._fresh or self._fill_of(before) != self._block_size:
                 what = f"the state behind place {place}, and block {before} before that, which is not full"
                 raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
 
     def _check_group(self, admit: Admit, block: BlockId, group: int) -> None:
-        if self._fresh.get(block, self._made.group.get(block)) != group:
+        loaded = self._loaded.get(block)
+        known = self._fresh.get(block, self._made.group.get(block)) if loaded is None else loaded.group
+        if known != group:
             raise ProtocolViolation(f"sequence {admit.sequence} shares block {block} in group {group}: it is not there")
-        if block not in self._fresh:
+        if block not in self._fresh and loaded is None:
             self._shared.add(block)
+
+    def _fill_of(self, block: BlockId) -> int:
+        return self._block_size if block in self._loaded else self._blocks.fill[block]
+
+    def _content_of(self, block: BlockId) -> Content | None:
+        loaded = self._loaded.get(block)
+        return self._blocks.content.get(block) if loaded is None else loaded.content
 
     def refuse_broken(self, pages: Iterable[BlockId]) -> None:
         """Raise ProtocolViolation when one of these pages begins a new life, and its block is shared."""
@@ -128,12 +149,12 @@ class GroupGrantCheck:
 
         A sequence computes a position in all groups at once, so neither may be ahead of the other.
         """
-        beside, fill, content = admit.block_table[place], self._blocks.fill, self._blocks.content.get(block)
+        beside, content = admit.block_table[place], self._content_of(block)
         if block in self._fresh and beside in self._fresh:
             return
         wanted = sequence.block_hashes[place : place + 1] if sequence is not None else None
         other = content is not None and wanted is not None and wanted != [content.hash]
-        if block in self._fresh or beside in self._fresh or fill[block] != fill[beside] or other:
+        if block in self._fresh or beside in self._fresh or self._fill_of(block) != self._fill_of(beside) or other:
             what = f"block {block}, which does not hold what block {beside} of place {place} holds"
             raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
 
@@ -145,11 +166,12 @@ def check_groups(
     sequences: Mapping[SequenceId, Sequence],
     block_size: int,
     groups: Items[KvGroup],
+    loaded: Mapping[BlockId, LoadedBlock],
 ) -> list[BlockId]:
     """Check every admission of a batch, and return the pages that they grant anew. Raises as `check` does."""
-    check = GroupGrantCheck(blocks, made, block_size, groups)
+    check = GroupGrantCheck(blocks, made, block_size, groups, loaded)
     for admit in batch.admit:
         check.check(admit, sequences.get(admit.sequence))
     blocks.refuse_unknown(check.granted)
-    check.refuse_broken((*check.granted, *batch.lease))
+    check.refuse_broken((*check.granted, *(page for each in loaded.values() for page in each.pages), *batch.lease))
     return check.granted

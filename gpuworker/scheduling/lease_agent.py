@@ -46,7 +46,7 @@ from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
-from gpuworker.scheduling.frame_claims import FrameClaims, find_loads
+from gpuworker.scheduling.frame_claims import FrameClaims, LoadedBlock, find_loads
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
 from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts, Loaded
@@ -68,7 +68,7 @@ class LeaseAgent:
         self._kept_slots = 0 if config.window else config.runway_slots
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
-        self._frames = FrameClaims(config.host_frames)
+        self._frames = FrameClaims(config.host_frames, config.block_pages)
         self._transfers = TransferBook(config.disk_frames, config.serves_peers)
         if config.serves_peers:
             self._blocks.content, self._frames.held = ClaimsByHash(), ClaimsByHash()
@@ -87,8 +87,8 @@ class LeaseAgent:
         self._in_flight: deque[StepPlan] = deque()
         # Copies that the next step runs before its rows, in the order in which they were granted.
         self._copies: list[Copy | TierCopy] = []
-        # Blocks that these load, by the sequence that they are for.
-        self._loaded: list[tuple[SequenceId, int]] = []
+        # Blocks that these load, and copies of that, by the sequence that they are for.
+        self._loaded: list[tuple[SequenceId, int, int]] = []
         self._partial_copies = PartialCopies()
         self._grants = GrantApplier(
             config,
@@ -182,9 +182,9 @@ class LeaseAgent:
             if admit.fetched is not None:
                 first = fetched[admit.sequence] = max(0, admit.n_shared - admit.fetched.blocks)
                 self._sequences[admit.sequence].note_fetched(first * size, admit.n_shared * size, admit.fetched.source)
-        for sequence, first, end in find_loads(copies, admitted):
+        for sequence, first, end, count in find_loads(copies, admitted, self._blocks.made):
             self._sequences[sequence].note_loaded(first * size, min(end, fetched.get(sequence, end)) * size)
-            self._loaded.append((sequence, end - first))
+            self._loaded.append((sequence, end - first, count))
 
     def _reset_cache(self, number: int) -> None:
         """Forget cached content, and confirm that: the next inventory must not bring it back."""
@@ -431,7 +431,13 @@ class LeaseAgent:
         held = (block for each in self._sequences.values() for block in each.held_blocks() if block != TRIMMED)
         named = dict.fromkeys([*held, *(each.block for each in cached)])
         pages = tuple([page for block in named for page in made.pages[block]])
-        return Inventory(sequences, tuple(self._blocks.pool), cached, tuple([made.group[b] for b in named]), pages)
+        groups, frames, units = tuple([made.group[b] for b in named]), self._frames.claims(), self._frames.made
+        pool = tuple(self._blocks.pool)
+        if units is None or not frames:
+            return Inventory(sequences, pool, cached, groups, pages)
+        of, which = [units.group[each.block] for each in frames], [units.pages[each.block] for each in frames]
+        every = tuple([frame for unit in which for frame in unit])
+        return Inventory(sequences, pool, cached, groups, pages, frames, (), tuple(of), every)
 
     def attached(self, lease_target: int) -> None:
         """The manager has rebuilt its state from the inventory; reports may be sent."""
@@ -601,8 +607,8 @@ class BlockCloser:
 
 
 def _share_of_copies(plan: StepPlan, seconds: float) -> dict[SequenceId, Loaded]:
-    """Return what a step copied from host memory, by sequence: all its copies are of blocks, and take equally long."""
-    return {sequence: Loaded(blocks, seconds * blocks / len(plan.copies)) for sequence, blocks in plan.loaded}
+    """Return what a step copied from host memory, by sequence: its copies are of one size, and take equally long."""
+    return {sequence: Loaded(blocks, seconds * copies / len(plan.copies)) for sequence, blocks, copies in plan.loaded}
 
 
 # Checks a batch of grants before any of it is applied: kernels and copies use block ids as they are.
@@ -628,10 +634,12 @@ def check_grants(
             _check_window(admit, empty, blocks, sequences.get(admit.sequence), block_size, window)
         _check_table(admit, sequences.get(admit.sequence), block_size)
     granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
-    if blocks.made is not None:
-        granted = check_groups(batch, blocks, blocks.made, sequences, block_size, groups)
+    loaded = dict[BlockId, LoadedBlock]()
     if batch.tier:
-        granted += (frames or FrameClaims(0)).check(batch.tier, batch.admit, blocks, sequences)
+        loaded = (frames or FrameClaims(0)).check(batch.tier, batch.admit, blocks, sequences)
+    if blocks.made is not None:
+        granted = check_groups(batch, blocks, blocks.made, sequences, block_size, groups, loaded)
+    granted += [page for each in loaded.values() for page in each.pages]
     blocks.refuse_held([*granted, *batch.lease])
     if batch.copy:
         blocks.refuse_unknown([copy.src for copy in batch.copy])

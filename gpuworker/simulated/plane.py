@@ -24,7 +24,6 @@ from gpuworker.memory.byte_plan import (
     frame_bytes,
     longest_sequence,
     refuse_tiers,
-    why_no_frames,
 )
 from gpuworker.memory.disk_frames import DiskFrames, checked_frames, size_of
 from gpuworker.memory.layout import state_group, with_states
@@ -59,10 +58,10 @@ class SimulatedPlane(DataPlane):
         unit = "pages" if memory.groups else "blocks"
         blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         steps = f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"
-        host = [f"host memory: as if {memory.host_frames} more blocks were kept"] if memory.host_frames else []
+        host = [f"host memory: as if {memory.host_frames} more {unit} were kept"] if memory.host_frames else []
         frames = f"disk cache: as if {memory.disk_frames} more blocks were kept in {memory.disk_folder}"
         host += [frames] if memory.disk_frames else []
-        return [steps, *host, memory.prefix_line(self.prefix_caching)]
+        return [steps, *host, memory.prefix_line(self.prefix_caching), *self.peer_lines()]
 
 
 def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
@@ -87,8 +86,7 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     usual = checkpoint.usual_len(settings.tokenizer or directory)
     plan = _byte_plan(settings, geometry, checkpoint.context, usual, max_num_seqs)
     if settings.host_memory is not None:
-        if why := why_no_frames(geometry, bool(mixers)):
-            refuse_tiers(why, settings.disk_cache is not None)
+        refuse_tiers(geometry, bool(mixers), settings.disk_cache is not None, settings.needs_peers)
         frame = frame_bytes(geometry, settings.block_size)
         plan = replace(plan, host_frames=settings.host_memory // frame, frame_bytes=frame)
     disk = _open_disk(settings, identity, plan, facts.dtype)

@@ -23,8 +23,8 @@ class BlockPool:
     """
 
     __slots__ = (
-        "blocks", "cached", "cached_others", "early", "free", "leased", "marks", "others", "pinned", "retention",
-        "states",
+        "blocks", "cached", "cached_others", "early", "free", "leased", "left", "marks", "others", "pinned",
+        "retention", "states",
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +32,7 @@ class BlockPool:
     ) -> None:
         """Make a pool of blocks that are all free; `cached` is empty, and `retention` follows it."""
         self.states, self.early = states, ""
+        self.left: tuple[BlockId, ...] = ()
         self.blocks = blocks
         # Both are empty while nobody uses retention, which then costs nothing else.
         self.retention, self.marks, self.pinned = retention, retention.marks, retention.pinned
@@ -160,7 +161,8 @@ class BlockPool:
     def uncache_block(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash.
 
-        `early` says why it leaves before all others, where a pool has checkpoints; it is empty if it does not.
+        `early` says why it leaves before all others, where a pool has checkpoints; it is empty if it does not. `left`
+        has its further pages.
         """
         early = self.states.first_to_leave(self.retention.keeps) if self.states is not None else None
         if early is not None:
@@ -171,7 +173,9 @@ class BlockPool:
             block = self.retention.pop_block() if self.marks or self.pinned else self.cached.pop_block()
         self.blocks.state[block] = FREE
         self.free.append(block)
+        self.left = ()
         if self.others:
+            self.left = self.others.get(block, ())
             self.cached_others -= self._free_others(block)
         return block
 

@@ -14,13 +14,16 @@ content from the order on, for everything that is ordered later. A transfer take
 Blocks and frames of host memory are one forest: the parent of a hash that a frame has is in a block or in a frame.
 Blocks alone are closed under prefixes, so a prompt's hits are a run of blocks and a run of frames behind it. Frames on
 disk are closed under prefixes by themselves: they outlive the worker's process.
+
+Where the pool has groups, a frame is room for a page, and what is said of hashes holds for keys (`key_of`). A block
+goes into as many frames as it has pages, which need not be adjacent, and is named by the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
@@ -29,16 +32,25 @@ from kvmanager.cache.block_pool import FreeBlocks
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
 from kvmanager.cache.eviction.restored import order_after_rebuild
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, PART, ROOT, Blocks, group_in, key_of
 from kvmanager.contracts.ledger_config import EvictionName
 
 
 class Taken(NamedTuple):
-    """A frame for a content, and the hash and depth of what it held; an empty hash: it was free."""
+    """The frame for a content, NO_FRAME if too few could be had, and the hashes and depths of what went for it."""
 
     frame: FrameId
-    dropped: BlockHash
-    depth: int
+    dropped: tuple[tuple[BlockHash, int], ...] = ()
+
+
+NO_FRAME: Final = FrameId(-1)
+
+
+class Unit(NamedTuple):
+    """The group of a content, and its frames."""
+
+    group: int
+    frames: tuple[FrameId, ...]
 
 
 class FrameTier:
@@ -47,10 +59,11 @@ class FrameTier:
     One in use is held by a grant or a move that reads it, or it is `expected`: a move is to fill it.
     """
 
-    __slots__ = ("apart", "entries", "expected", "frames", "free", "order")
+    __slots__ = ("_pages", "apart", "entries", "expected", "frames", "free", "order")
 
-    def __init__(self, num_frames: int, eviction: EvictionName) -> None:
-        self.frames = Blocks(num_frames)
+    def __init__(self, num_frames: int, eviction: EvictionName, block_pages: tuple[int, ...] = (1,)) -> None:
+        """`block_pages` are the frames of a content, by its group."""
+        self.frames, self._pages = Blocks(num_frames), block_pages
         self.entries: dict[BlockHash, FrameId] = {}
         self.order = order_of(eviction, self.frames, self.entries)
         self.clear()
@@ -68,6 +81,22 @@ class FrameTier:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def held(self) -> int:
+        """Frames of contents that are there."""
+        return len(self.frames) - len(self.free) - len(self.expected)
+
+    def pages_of(self, key: BlockHash) -> int:
+        """Return how many frames a content takes."""
+        return self._pages[group_in(key)]
+
+    def find(self, key: BlockHash, parent: BlockHash, depth: int) -> FrameId | None:
+        """Return the frame of a content, by its key."""
+        frame = self.entries.get(key)
+        if frame is None or self.frames.index[frame] != depth or self.frames.parent[frame] != parent:
+            return None
+        return frame
 
     def find_run(
         self, block_hashes: Items[BlockHash], first: int, end: int, ambiguous: Collection[BlockHash] = ()
@@ -90,23 +119,36 @@ class FrameTier:
 
     # ------------------------------------------------------------ stores
 
-    def take_frame(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
-        """Give a content that no frame has a frame, if need be that of the least worth; None: all are in use."""
-        taken = self._take()
-        if taken is not None:
+    def take_frame(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken:
+        """Give a content that no frame has frames, if need be those of the least worth."""
+        taken = self._take(block_hash)
+        if taken.frame != NO_FRAME:
             self._describe(taken.frame, block_hash, parent, depth)
             self._enter(taken.frame, block_hash)
             self._order_new(taken.frame)
         return taken
 
-    def _take(self) -> Taken | None:
-        if self.free:
-            return Taken(self.free.popleft(), ROOT, 0)
-        if not self.order.can_pop():
-            return None
-        frame = self.order.pop_block()
-        depth = self.frames.index[frame]
-        return Taken(frame, self._forget(frame), depth)
+    def _take(self, key: BlockHash) -> Taken:
+        """Take as many frames out of the free ones as a content has; drop others for them while there are too few."""
+        count, free, dropped = self.pages_of(key), self.free, list[tuple[BlockHash, int]]()
+        while len(free) < count:
+            if not self.order.can_pop():
+                return Taken(NO_FRAME, tuple(dropped))
+            frame = self.order.pop_block()
+            depth = self.frames.index[frame]
+            dropped.append((self._forget(frame), depth))
+            self._set_free(frame)
+        first, others = free.popleft(), tuple([free.popleft() for _ in range(count - 1)])
+        self._join(first, group_in(key), others)
+        return Taken(first, tuple(dropped))
+
+    def _join(self, first: FrameId, group: int, others: tuple[FrameId, ...]) -> None:
+        """Make the frames of one content of a frame and others."""
+        self.frames.group[first] = group
+        for frame in others:
+            self.frames.state[frame] = PART
+        if others:
+            self.frames.others[first] = others
 
     def touch(self, block_hash: BlockHash) -> None:
         """Count the frame of a content, if there is one, as released now: its block was evicted."""
@@ -168,10 +210,10 @@ class FrameTier:
 
     # ------------------------------------------------------------ moves
 
-    def expect(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
+    def expect(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken:
         """Do what `take_frame` does for a content that a move is to bring: it is no hit before that."""
-        taken = self._take()
-        if taken is not None:
+        taken = self._take(block_hash)
+        if taken.frame != NO_FRAME:
             self._describe(taken.frame, block_hash, parent, depth)
             self.frames.state[taken.frame] = IN_USE
             self.expected[block_hash] = taken.frame
@@ -195,6 +237,10 @@ class FrameTier:
     def _set_free(self, frame: FrameId) -> None:
         self.frames.hash[frame], self.frames.state[frame] = None, FREE
         self.free.append(frame)
+        if self.frames.others:
+            for other in self.frames.others.pop(frame, ()):
+                self.frames.state[other] = FREE
+                self.free.append(other)
 
     def end_read(self, frame: FrameId, block_hash: BlockHash) -> bool:
         """Give back a frame that a move has read; return whether it still holds what was read."""
@@ -212,7 +258,8 @@ class FrameTier:
         looks at every frame, so it is for what is rare.
         """
         frames, gone, known = self.frames, list[tuple[int, BlockHash]](), {root}
-        for depth, frame in sorted((frames.index[frame], frame) for frame in self.entries.values()):
+        # What is behind the first group comes after the first group's content of its place, its parent.
+        for depth, _, frame in sorted((frames.index[at], group_in(key), at) for key, at in self.entries.items()):
             block_hash, parent = frames.hash[frame] or ROOT, frames.parent[frame]
             if block_hash == root or (parent and parent in known):
                 known.add(block_hash)
@@ -228,32 +275,55 @@ class FrameTier:
             self.touch(frames.parent[frame] or ROOT)
         return gone[::-1]
 
+    def drop(self, key: BlockHash) -> bool:
+        """Forget a content that nothing stands behind, if a frame has it that may go; return whether it did."""
+        frame = self.entries.get(key)
+        if frame is None or self.frames.state[frame] is not CACHED or self.frames.children[frame]:
+            return False
+        self.order.discard_block(frame)
+        self._forget(frame)
+        self._set_free(frame)
+        return True
+
     # ------------------------------------------------------------ rebuilds
 
     def restore(
-        self, claims: CachedBlocks, blocks: Blocks, entries: dict[BlockHash, FrameId], alone: bool = False
+        self,
+        claims: CachedBlocks,
+        blocks: Blocks,
+        entries: dict[BlockHash, FrameId],
+        alone: bool = False,
+        units: Items[Unit] = (),
     ) -> Iterator[None]:
         """Take over what a worker's frames hold, behind parents that blocks or frames have; others stay free.
 
         `blocks` and `entries` are those of the prefix cache. With `alone` only frames of this tier count as parents.
+        Where the pool has groups, `units` say of each claim which group it is of, and which frames it has.
         Raises ProtocolViolation for a frame that there is not, or that stands twice.
         """
         frames, named, by_depth = self.frames, set[FrameId](), dict[int, list[int]]()
-        for row, (frame, depth) in enumerate(zip(claims.blocks, claims.depths, strict=True)):
-            if not 0 <= frame < len(frames) or frame in named:
-                raise ProtocolViolation(f"frame {frame} stands twice in the inventory, or is none of {len(frames)}")
-            named.add(frame)
-            by_depth.setdefault(depth, []).append(row)
+        for row, depth in enumerate(claims.depths):
+            unit = units[row] if units else Unit(0, (claims.blocks[row],))
+            for frame in unit.frames:
+                if not 0 <= frame < len(frames) or frame in named:
+                    text = f"frame {frame} stands twice in the inventory, or is none of {len(frames)}"
+                    raise ProtocolViolation(text)
+                named.add(frame)
+            # Behind the first group's content of a place, its parent, stand those of the others.
+            by_depth.setdefault(2 * depth + (unit.group > 0), []).append(row)
             if row % _AT_ONCE == 0:
                 yield
         last_used, levels, done = [0] * len(frames), list[list[FrameId]](), 0
-        for depth, rows in sorted(by_depth.items()):
-            level = list[FrameId]()
+        for level_depth, rows in sorted(by_depth.items()):
+            level, depth = list[FrameId](), level_depth // 2
             for row in rows:
-                frame, block_hash, parent = claims.blocks[row], claims.hashes[row], claims.parent_hashes[row]
-                if self._fits(block_hash, parent if depth else ROOT, depth, blocks, entries, alone):
-                    self._describe(frame, block_hash, parent if depth else ROOT, depth)
-                    self._enter(frame, block_hash)
+                frame, group = claims.blocks[row], units[row].group if units else 0
+                parent = claims.hashes[row] if group else claims.parent_hashes[row] if depth else ROOT
+                key = key_of(claims.hashes[row], group)
+                if self._fits(key, parent, depth, blocks, entries, alone):
+                    self._describe(frame, key, parent, depth)
+                    self._enter(frame, key)
+                    self._join(frame, group, units[row].frames[1:] if units else ())
                     level.append(frame)
                     last_used[frame] = claims.last_used[row]
                 done += 1
@@ -267,24 +337,25 @@ class FrameTier:
 
     def _fits(
         self,
-        block_hash: BlockHash,
+        key: BlockHash,
         parent: BlockHash,
         depth: int,
         blocks: Blocks,
         entries: dict[BlockHash, FrameId],
         alone: bool,
     ) -> bool:
-        """Return whether a content has its parent before it, and no other content its hash."""
-        if block_hash in self.entries:
+        """Return whether a content has its parent before it, or beside it, and no other content its hash."""
+        if key in self.entries:
             return False
-        same = entries.get(block_hash)
+        same = entries.get(key)
         if same is not None and (blocks.index[same], blocks.parent[same]) != (depth, parent):
             return False
         if not parent:
             return True
+        place = depth if group_in(key) else depth - 1
         above, at = None if alone else entries.get(parent), self.entries.get(parent)
-        return (above is not None and blocks.index[above] == depth - 1) or (
-            at is not None and self.frames.index[at] == depth - 1
+        return (above is not None and blocks.index[above] == place) or (
+            at is not None and self.frames.index[at] == place
         )
 
 

@@ -3,6 +3,8 @@
 group 0, full       | x | x | x | x | x |   |      found: 5 blocks
 a run, a window     |   | x |   | x | x |   |      of which a token behind block 5 reads the last two: hits 5
 another             | x | x |   |   | x |   |      of which it reads the last two, and lacks one: hits 2
+
+What a frame of host memory holds counts as a sealed block does: the grant loads it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from common.contracts.lease import unread_blocks
-from common.contracts.types import BlockHash, BlockId, KvGroupKind, MissReason
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, KvGroupKind, MissReason
 from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch, RunHits
 from kvmanager.contracts.block import Blocks, key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
@@ -20,13 +22,15 @@ from kvmanager.contracts.ledger_config import LedgerConfig
 class GroupMatch(NamedTuple):
     """The hits of a prompt in the first group, in each run, and what to say of them.
 
-    The first group has `sealed` leading blocks, as many as the hits or more.
+    The first group has `sealed` leading blocks, as many as the hits or more. Behind its hits, `frames` of host memory
+    hold the next blocks.
     """
 
     hits: list[BlockId]
     runs: tuple[RunHits, ...]
     match: PrefixMatch
     sealed: int
+    frames: tuple[FrameId, ...] = ()
 
 
 class GroupMatcher:
@@ -51,15 +55,30 @@ class GroupMatcher:
         A sequence can compute what its filler leaves unfilled only if it has all blocks before that.
         """
         present = self._cache.find_longest_prefix(self._hashes, self._full)
-        there = self._sealed_in(present)
+        there, below = self._sealed_in(present), list[FrameId]()
+        if self._cache.tier is not None and there == min(len(present), self._limit):
+            below = self._cache.tier.find_run(self._hashes, len(present), self._full, self._cache.ambiguous)
+            there = min(there + len(below), self._limit)
         sealed, leading = self._deepest(there), self._leading(present)
-        hits = max(sealed, leading)
-        unread = [0 if hits > sealed else min(self._unread(run, hits), hits) for run in self._runs]
-        runs = tuple(
-            RunHits(first, [self._found(index, run) for index in range(first, hits)])
-            for run, first in zip(self._runs, unread, strict=True)
-        )
-        return GroupMatch(present[:hits], runs, self._explained(hits, len(present)), there)
+        hits, known = max(sealed, leading), len(present) + len(below)
+        if hits > sealed:
+            runs = tuple([RunHits(0, [self._found(index, run) for index in range(hits)]) for run in self._runs])
+        else:
+            runs = tuple([self._hits_of(run, hits) for run in self._runs])
+        frames = tuple(below[: max(0, hits - len(present))])
+        return GroupMatch(present[:hits], runs, self._explained(hits, known), there, frames)
+
+    def _hits_of(self, run: int, hits: int) -> RunHits:
+        """Return what is read of a run behind so many hits, all of it sealed or in frames."""
+        first, blocks, frames = min(self._unread(run, hits), hits), list[BlockId](), list[tuple[int, FrameId]]()
+        for index in range(first, hits):
+            block = self._find(index, run)
+            if block is None or not self._is_sealed(block):
+                frame, block = self._below(index, run), TRIMMED
+                assert frame is not None, "a hit was found just now"
+                frames.append((index, frame))
+            blocks.append(block)
+        return RunHits(first, blocks, tuple(frames))
 
     @property
     def _runs(self) -> range:
@@ -78,6 +97,18 @@ class GroupMatcher:
         block = self._find(index, run)
         assert block is not None, "a hit was found just now"
         return block
+
+    def _below(self, index: int, run: int) -> FrameId | None:
+        """Return the frame of a run's block at a place of the prompt."""
+        tier, own = self._cache.tier, self._hashes[index]
+        key = key_of(own, run)
+        if tier is None or (self._cache.ambiguous and key in self._cache.ambiguous):
+            return None
+        return tier.find(key, own, index)
+
+    def _is_there(self, index: int, run: int) -> bool:
+        """Return whether a run's block at a place of the prompt is sealed, or in a frame."""
+        return self._is_sealed(self._find(index, run)) or self._below(index, run) is not None
 
     def _is_sealed(self, block: BlockId | None) -> bool:
         return block is not None and self._blocks.hash[block] is not None
@@ -102,7 +133,7 @@ class GroupMatcher:
     def _missing(self, hits: int) -> int | None:
         for run in self._runs:
             for index in range(hits - 1, self._unread(run, hits) - 1, -1):
-                if not self._is_sealed(self._find(index, run)):
+                if not self._is_there(index, run):
                     return index
         return None
 
@@ -124,14 +155,14 @@ class GroupMatcher:
         return min(len(present), self._limit)
 
     def _explained(self, hits: int, present: int) -> PrefixMatch:
-        """Return what to say of so many hits, where the first group has the first `present` full blocks."""
+        """Return what to say of so many hits, where the first group has the first `present` full blocks somewhere."""
         limited = min(present, self._limit)
         if hits == limited:
             return self._cache.explain_match(self._hashes, self._num_tokens, self._config.block_size, present)
         for run in self._runs:
             for index in range(limited - 1, self._unread(run, limited) - 1, -1):
                 ghost = self._cache.ghosts.get(key_of(self._hashes[index], run))
-                if self._find(index, run) is None and ghost is not None:
+                if ghost is not None and self._find(index, run) is None and self._below(index, run) is None:
                     return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
         if any(group.kind is KvGroupKind.STATE for group in self._config.groups):
             return PrefixMatch(hits, MissReason.UNRESUMABLE, limited)

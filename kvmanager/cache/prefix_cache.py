@@ -18,7 +18,7 @@ cached block or blocks in use; `BlockStore` frees every other one. A look-up tak
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockHash, BlockId, FrameId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
-from kvmanager.cache.frame_tier import FrameTier, Taken
+from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.cache.state_tree import StateTree
 from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
@@ -147,10 +147,14 @@ class PrefixMatch:
 
 
 class RunHits(NamedTuple):
-    """The hits in a run; the `unread` ones before them hold no block."""
+    """The hits in a run; the `unread` ones before them hold no block.
+
+    A block that is TRIMMED is in host memory: `frames` has the place and the frame of each.
+    """
 
     unread: int
     blocks: list[BlockId]
+    frames: tuple[tuple[int, FrameId], ...] = ()
 
 
 Ghost = tuple[str, str, *Mark]
@@ -338,7 +342,7 @@ class PrefixCache:
         return self.ghosts.pop(block_hash, None)
 
     def note_stored(self, key: BlockHash, depth: int) -> None:
-        """Tell the index of a new hash. Where the pool has groups, a content is in the index while all runs have it.
+        """Tell the index of a new hash. Where the pool has groups, a content is in the index while all groups have it.
 
         A hash that a frame has is in the index already.
         """
@@ -346,7 +350,8 @@ class PrefixCache:
             return
         if self._runs:
             block_hash = hash_in(key)
-            if not self._in_all_runs(block_hash) or not self.ambiguous.isdisjoint(self._keys_of(block_hash)):
+            keys = self._keys_of(block_hash)
+            if not all(each == key or self._has(each) for each in keys) or not self.ambiguous.isdisjoint(keys):
                 return
             key = block_hash
         self.number += 1
@@ -355,8 +360,9 @@ class PrefixCache:
     def _keys_of(self, block_hash: BlockHash) -> list[BlockHash]:
         return [block_hash, *(key_of(block_hash, group) for group in self._runs)]
 
-    def _in_all_runs(self, block_hash: BlockHash) -> bool:
-        return all(key in self.entries for key in self._keys_of(block_hash)[1:])
+    def _has(self, key: BlockHash) -> bool:
+        """Return whether a block or a frame has a content."""
+        return key in self.entries or key in self.below or key in self.saved
 
     def forget_ghosts(self, block_hashes: Items[BlockHash]) -> None:
         """Forget the eviction of those hashes that are registered again."""
@@ -393,12 +399,15 @@ class PrefixCache:
                 columns, at = tier.frames, tier.entries.get(block_hash)
         return None if at is None else (columns.parent[at], columns.index[at])
 
-    def _leaves(self, key: BlockHash, depth: int) -> None:
-        """Tell the index of a hash that is ambiguous now, or has no copy any more."""
+    def _leaves(self, key: BlockHash, depth: int, going: Collection[BlockHash] = ()) -> None:
+        """Tell the index of a hash that is ambiguous now, or has no copy any more.
+
+        Those that are `going` have left too, and the index is told of them later.
+        """
         if self._runs:
             block_hash = hash_in(key)
             others = [each for each in self._keys_of(block_hash) if each != key]
-            if not all(each in self.entries for each in others) or not self.ambiguous.isdisjoint(others):
+            if not all(each in going or self._has(each) for each in others) or not self.ambiguous.isdisjoint(others):
                 return
             key = block_hash
         self.number += 1
@@ -486,33 +495,37 @@ class PrefixCache:
             if tier is not None:
                 tier.clear()
 
-    def store_below(self, block: BlockId) -> Taken | None:
-        """Return the frame for what an evicted block holds; None if a frame has it already, or none can be had.
+    def store_below(self, block: BlockId, worthless: bool = False) -> Taken | None:
+        """Return the frame for what an evicted block holds, and what was dropped; None if there is nothing to do.
 
-        Call it before `forget_block`. What the frame held leaves the index, unless a block has it. So does what frames
-        hold behind the block, if none can be had.
+        Call it before `forget_block`. What the frames held leaves the index, unless a block has it. So does what frames
+        hold behind the block, if none can be had. What is `worthless` is not stored, unless frames hold what is behind
+        it.
         """
         tier, blocks = self.tier, self._blocks
         block_hash, parent = blocks.hash[block], blocks.parent[block]
         if tier is None or block_hash is None or parent is None or block_hash in self.copies:
             return None
+        if worthless and block_hash not in tier.apart:
+            tier.drop(block_hash)  # the block has it still, and leaves the index with it
+            return None
         if block_hash in self.below:
             tier.touch(block_hash)
             return None
         taken = tier.take_frame(block_hash, parent, blocks.index[block])
-        if taken is None:
+        self.note_dropped(taken)
+        if taken.frame == NO_FRAME:
             if block_hash in tier.apart:
                 self.drop_tree(tier, block_hash)
-            return None
+            return taken
         if self.watched:
             self.touch_hash(block_hash)
-        self.note_dropped(taken)
         return taken
 
     def note_dropped(self, taken: Taken) -> None:
-        """Note that a frame was taken from what it held."""
+        """Note that frames were taken from what they held."""
         if taken.dropped:
-            self._leave_tier(taken.dropped, taken.depth)
+            self._leave_tiers(taken.dropped)
 
     def note_arrived(self, tier: FrameTier, block_hash: BlockHash) -> None:
         """Let a tier have what a move has brought, and tell the index if it is new there."""
@@ -527,16 +540,18 @@ class PrefixCache:
     def drop_tree(self, tier: FrameTier, root: BlockHash) -> int:
         """Forget what a tier has of `root` and of all behind it, for it is of no use any more; return how many."""
         gone = tier.drop_tree(root)
-        for depth, block_hash in gone:
-            self._leave_tier(block_hash, depth)
+        self._leave_tiers([(block_hash, depth) for depth, block_hash in gone])
         return len(gone)
 
-    def _leave_tier(self, block_hash: BlockHash, depth: int) -> None:
-        """Note that a frame does not hold a hash any more; it leaves the index unless something else has it."""
-        if self.watched:
-            self.touch_hash(block_hash)
-        if block_hash not in self.ambiguous and self._place_of(block_hash) is None:
-            self._leaves(block_hash, depth)
+    def _leave_tiers(self, gone: Items[tuple[BlockHash, int]]) -> None:
+        """Note that frames do not hold hashes any more; these leave the index unless something else has them."""
+        going = {block_hash for block_hash, _ in gone} if self._runs else set[BlockHash]()
+        for block_hash, depth in gone:
+            going.discard(block_hash)
+            if self.watched:
+                self.touch_hash(block_hash)
+            if block_hash not in self.ambiguous and self._place_of(block_hash) is None:
+                self._leaves(block_hash, depth, going)
 
     def clear_below(self) -> None:
         """Forget what all frames hold, the deepest first: a reader's view stays closed under prefixes."""
@@ -545,8 +560,7 @@ class PrefixCache:
             if tier is not None:
                 found.update([(tier.frames.index[frame], key) for key, frame in tier.entries.items()])
                 tier.clear()
-        for depth, block_hash in sorted(found, reverse=True):
-            self._leave_tier(block_hash, depth)
+        self._leave_tiers([(block_hash, depth) for depth, block_hash in sorted(found, reverse=True)])
 
     def clear_disk(self) -> None:
         """Forget what frames on disk hold, the deepest first."""
@@ -554,8 +568,7 @@ class PrefixCache:
             depths = self.disk.frames.index
             found = sorted([(depths[frame], key) for key, frame in self.saved.items()], reverse=True)
             self.disk.clear()
-            for depth, block_hash in found:
-                self._leave_tier(block_hash, depth)
+            self._leave_tiers([(block_hash, depth) for depth, block_hash in found])
 
     # ------------------------------------------------------------ pending
 

@@ -161,13 +161,16 @@ class LedgerConfig(LedgerOptions):
 
     @property
     def frames(self) -> int:
-        """Frames that keep what is evicted: none where nothing is cached, or layers have windows or states."""
-        return self.host_frames if self.prefix_caching and not self.slides else 0
+        """Frames that keep what is evicted: none where nothing is cached, or every layer has a window.
+
+        Where the pool has groups, a frame has room for a page.
+        """
+        return self.host_frames if self.prefix_caching and not self.window else 0
 
     @property
     def saved_frames(self) -> int:
-        """Frames on disk: none without frames of host memory, by way of which blocks come back."""
-        return self.disk_frames if self.frames else 0
+        """Frames on disk: none without frames of host memory, by way of which blocks come back, nor with groups."""
+        return self.disk_frames if self.frames and not self.groups else 0
 
     @property
     def copies_parts(self) -> bool:

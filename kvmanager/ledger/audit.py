@@ -173,6 +173,10 @@ def check_frames(tier: FrameTier, above: Mapping[BlockHash, BlockId]) -> None:
     cached = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.CACHED)
     _check(sorted(tier.order) == cached, "the order of frames does not hold those that may go")
     _check(set(cached) <= set(hashes.values()), "a frame that may go holds nothing")
+    parts = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.PART)
+    _check(sorted(part for each in frames.others.values() for part in each) == parts, "a part of a content is lost")
+    for key, first in tier.entries.items():
+        _check(1 + len(frames.others.get(first, ())) == tier.pages_of(key), "a content lacks frames, or has too many")
     free = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.FREE)
     _check(sorted(tier.free) == free, "the list of free frames is wrong")
     _check(not set(free) & {*hashes.values(), *expected.values()}, "a free frame holds something, or is to")

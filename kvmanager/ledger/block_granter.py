@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.contracts.lease import Admit, Copy
-from common.contracts.types import TRIMMED, BlockId, ShortfallReason
+from common.contracts.types import TRIMMED, BlockId, FrameId, ShortfallReason
 from kvmanager.cache.window_match import settled
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.block import key_of
+from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger import (
     backfill,
     checkpoints,
@@ -91,7 +92,8 @@ def _find_awaited_place(state: LedgerState, sequence: Sequence) -> int | None:
     place = checkpoints.find_planned(state, sequence)
     if place is None:
         return None
-    hits = len(grant_plan.find_match(state.store, sequence).hits)
+    found = grant_plan.find_match(state.store, sequence)
+    hits = len(found.hits) + len(found.frames)
     return place if checkpoints.is_worth_waiting(state.config, place, hits) else None
 
 
@@ -294,16 +296,14 @@ def grant_blocks(
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     if match is not plan.match:
         plan = replace(plan, match=match)
-    for block in plan.hits:
+    for block in grant_plan.every_hit(plan.hits, plan.runs) if plan.runs else plan.hits:
         store.pool.hold_block(block)
-    for run in plan.runs:
-        for block in run.blocks:
-            store.pool.hold_block(block)
     learn(store, sequence, plan.hits)
     if part is not None:
         state.hold_copy_source(sequence, part.source)
-    if plan.frames and store.tier is not None:
-        store.tier.hold(plan.frames)
+    loads = plan.loads
+    if loads and store.tier is not None:
+        store.tier.hold(loads)
     evicted = evicting.evict_until_free(state, plan.fresh, sequence)
     state.sequences.queue.remove_sequence(sequence)
     sequence.waited += state.clock.monotonic() - sequence.queued_at
@@ -313,9 +313,11 @@ def grant_blocks(
         state.load_frames(sequence, plan.frames)
     sequence.own_from = min(sequence.own_from, plan.present, sequence.own_from if parent is None else parent.own_from)
     if state.config.groups:
-        _fill_tables(store, sequence, plan)
+        _fill_tables(state, sequence, plan)
     else:
         store.append_fresh_blocks(plan.fresh - len(plan.frames), sequence)
+    if loads and store.tier is not None:
+        store.tier.release(loads)
     state.sequences.planned.plan([sequence.block_hashes[place] for place in plan.checkpoints], sequence.id)
     state.sequences.start_sequence(sequence, state.worker.steps)
     return Admit(
@@ -327,17 +329,19 @@ def grant_blocks(
         diverged_at=plan.match.diverged_at,
         decision_id=grant_records.record_grant(state, sequence, plan, evicted, passes, part),
         runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
-        pages=_further_pages(store, sequence) if store.blocks.others else (),
+        pages=_further_pages(store, sequence, plan.shared) if store.blocks.others else (),
         fetched=transfers.fetched_for(sequence, plan) if sequence.fetch is not None else None,
     )
 
 
-def _fill_tables(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> None:
+def _fill_tables(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> None:
     """Give a sequence the tables of a plan where the pool has groups; the table of the first one has its hits."""
-    first, *others = plan.fresh_blocks
+    store, (first, *others) = state.store, plan.fresh_blocks
     store.append_fresh_blocks(first, sequence)
     for run, hits, count in zip(sequence.runs, plan.runs, others, strict=True):
         run.table, run.trimmed = [*[TRIMMED] * hits.unread, *hits.blocks], hits.unread
+        for place, frame in hits.frames:
+            run.table[place] = _load_into_run(state, sequence, run, place, frame)
         if run.checkpoints:
             run.asked = plan.asked
             for place in plan.checkpoints:
@@ -349,10 +353,22 @@ def _fill_tables(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> None
             store.append_fresh_run(count, sequence, run)
 
 
-def _further_pages(store: BlockStore, sequence: Sequence) -> tuple[BlockId, ...]:
-    """Return the further pages of the blocks that a sequence does not share, by group."""
+def _load_into_run(state: LedgerState, sequence: Sequence, run: Run, place: int, frame: FrameId) -> BlockId:
+    """Let a new block of a run get what frames hold. The first group's block of its place is there already."""
+    store, block_hash = state.store, sequence.block_hashes[place]
+    block, key = state.load_into_run(sequence, run, place, frame), key_of(block_hash, run.group)
+    if key in store.cache.entries:
+        store.publish_block(block, key, block_hash)
+    else:
+        before = checkpoints.enter_checkpoint(state, block, block_hash)
+        store.publish_new_block(block, key, block_hash, before)
+    return block
+
+
+def _further_pages(store: BlockStore, sequence: Sequence, shared: int) -> tuple[BlockId, ...]:
+    """Return the further pages of the blocks behind those that a sequence shares, by group."""
     tables, others = (sequence.block_table, *(run.table for run in sequence.runs)), store.blocks.others
-    return tuple([page for table in tables for block in table[sequence.n_shared :] for page in others.get(block, ())])
+    return tuple([page for table in tables for block in table[shared:] for page in others.get(block, ())])
 
 
 # ------------------------------------------------------------ the lease pool

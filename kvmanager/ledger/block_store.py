@@ -42,8 +42,8 @@ class BlockStore:
         # The checkpoints of states, where the last group has some.
         self.states = StateTree(len(config.groups) - 1, self.blocks) if config.keeps_states else None
         ghosts, runs = config.ghosts or 4 * config.num_blocks, len(config.groups[1:])
-        # Where everything is one group of layers that see all tokens, host memory may keep what is evicted.
-        self.tier = FrameTier(config.frames, config.eviction) if config.frames else None
+        # Unless every layer has a window, host memory may keep what is evicted.
+        self.tier = FrameTier(config.frames, config.eviction, config.block_pages) if config.frames else None
         self.disk = FrameTier(config.saved_frames, config.eviction) if config.saved_frames else None
         self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states, self.tier, self.disk)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)

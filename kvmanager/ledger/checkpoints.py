@@ -1,10 +1,15 @@
-"""Where sequences leave checkpoints of their states, who gets a tail, and who waits for a planned checkpoint."""
+"""Where sequences leave checkpoints of their states, who gets a tail, and who waits for a planned checkpoint.
+
+What is left, or is loaded from host memory, enters the tree of checkpoints here.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
+from common.contracts.types import BlockHash, BlockId
+from kvmanager.contracts.block import key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger_state import LedgerState
@@ -71,3 +76,22 @@ def find_planned(state: LedgerState, sequence: Sequence) -> int | None:
 def is_worth_waiting(config: LedgerConfig, place: int, hits: int) -> bool:
     """Return whether a checkpoint at a place saves enough to a sequence that shares so many blocks already."""
     return (place + 1 - hits) * config.block_size > config.least_saved
+
+
+def enter_checkpoint(
+    state: LedgerState, block: BlockId, block_hash: BlockHash, is_tail: bool = False
+) -> BlockId | None:
+    """Enter a checkpoint that is about to be registered behind the last one of its chain, and return that one's block.
+
+    None: there is none, or the block is no checkpoint.
+    """
+    store, place = state.store, state.store.blocks.index[block]
+    if store.states is None or not store.is_checkpoint(block):
+        return None
+    owner = state.sequences.live.get(store.blocks.owner[block])
+    before = owner.block_hashes[:place] if owner is not None else []
+    above = next((each for each in reversed(before) if each in store.states), None)
+    asked = owner is not None and place in owner.runs[store.states.group - 1].asked
+    state.sequences.end_planned(block_hash)
+    store.states.add(block_hash, above, asked, is_tail)
+    return None if above is None else store.cache.entries[key_of(above, store.states.group)]

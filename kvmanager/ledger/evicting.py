@@ -162,7 +162,7 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int, 
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
     if state.store.tier is not None:
-        state.keep_below(block)
+        state.keep_below(block, pool.left, worthless=bool(pool.early))
     depth = state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)
     state.store.note_end_before(block)
     return block, depth, content

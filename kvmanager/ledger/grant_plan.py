@@ -34,7 +34,7 @@ class GrantPlan:
     see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
     At the places of `checkpoints` the sequence is to leave its states; those at `asked` ones are never superseded. With
     a `tail` it gets one block more, for the states behind its last full block. The first of its fresh blocks get what
-    `frames` of the host tier hold.
+    `frames` of the host tier hold, and so do places of `runs`.
     """
 
     hits: list[BlockId]
@@ -58,6 +58,18 @@ class GrantPlan:
     def shared(self) -> int:
         """Blocks that the sequence does not compute: those that are there, and those that are loaded."""
         return self.present + len(self.frames)
+
+    @property
+    def loads(self) -> list[FrameId]:
+        """The frames that are loaded, of every group."""
+        return every_frame(self.frames, self.runs) if self.runs else list(self.frames)
+
+    @property
+    def loaded_places(self) -> int:
+        """Places of the prompt at which something is loaded."""
+        if not self.runs:
+            return len(self.frames)
+        return len({*range(self.present, self.shared), *(place for run in self.runs for place, _ in run.frames)})
 
 
 class Matched(NamedTuple):
@@ -84,7 +96,7 @@ def match_prefix(store: BlockStore, block_hashes: Items[BlockHash], num_tokens: 
     full = min(num_tokens // config.block_size, len(block_hashes))
     if config.groups:
         found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens).match()
-        return Matched(found.hits, found.match)
+        return Matched(found.hits, found.match, found.frames)
     if config.window:
         return Matched(*match_in_window(cache, config, block_hashes, num_tokens, full))
     present, frames = cache.find_longest_prefix(block_hashes, full), list[FrameId]()
@@ -144,8 +156,13 @@ def count_fresh_blocks(state: LedgerState, sequence: Sequence) -> int:
 
 
 def every_hit(hits: Items[BlockId], runs: Items[RunHits]) -> list[BlockId]:
-    """Return the hits of all groups."""
-    return [*hits, *(block for run in runs for block in run.blocks)]
+    """Return the hits of all groups in the pool."""
+    return [*hits, *(block for run in runs for block in run.blocks if block != TRIMMED)]
+
+
+def every_frame(frames: Items[FrameId], runs: Items[RunHits]) -> list[FrameId]:
+    """Return the hits of all groups in host memory."""
+    return [*frames, *(frame for run in runs for _, frame in run.frames)]
 
 
 def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
@@ -176,11 +193,12 @@ def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMat
     computes all: else it would wait for pages that only its own hit holds.
     """
     plan, missing = _plan_on_hits(state, sequence, found)
-    if missing > 0 and found.hits and any(run.checkpoints for run in sequence.runs):
-        without = replace(found, hits=[], runs=_no_hits(state.config), cached_hits=0)
+    hits = len(found.hits) + len(found.frames)
+    if missing > 0 and hits and any(run.checkpoints for run in sequence.runs):
+        without = replace(found, hits=[], frames=(), runs=_no_hits(state.config), cached_hits=0)
         other, lacking = _plan_on_hits(state, sequence, without)
         if lacking <= 0:
-            return replace(other, match=PrefixMatch(0, MissReason.UNRESUMABLE, len(found.hits))), lacking
+            return replace(other, match=PrefixMatch(0, MissReason.UNRESUMABLE, hits)), lacking
     return plan, missing
 
 
@@ -190,15 +208,15 @@ def _no_hits(config: LedgerConfig) -> tuple[RunHits, ...]:
 
 def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     config, parent = state.config, find_fork_parent(state.sequences, sequence)
-    hits, runs, cached = found.hits, found.runs, found.cached_hits
+    hits, runs, cached, frames = found.hits, found.runs, found.cached_hits, found.frames
     states = any(run.checkpoints for run in sequence.runs)
     if parent is not None and not states and not any(run.trimmed for run in parent.runs):
         most = min(config.hits_of(sequence.num_tokens), *(len(run.table) for run in parent.runs))
         shared = parent.block_table[:most]
-        if len(shared) > len(hits):
-            hits, cached = shared, 0
+        if len(shared) > len(hits) + len(frames):
+            hits, cached, frames = shared, 0, ()
             runs = tuple([RunHits(0, run.table[: len(shared)]) for run in parent.runs])
-    whole, shares = -(-sequence.num_tokens // config.block_size), len(hits)
+    whole, shares = -(-sequence.num_tokens // config.block_size), len(hits) + len(frames)
     fresh = [whole - shares]
     for number, run in enumerate(runs):
         if sequence.runs[number].checkpoints:
@@ -206,14 +224,14 @@ def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch
             continue
         most = max(config.held_run(number, whole), len(run.blocks) + 1)
         fresh.append(min(whole, run.unread + most) - shares)
-    pages = _count_pages(config, tuple(fresh))
+    pages = _count_pages(config, tuple(fresh)) + _pages_to_load(config, frames, runs)
     # What `_count_slack` does: a run may grow although the first table is whole.
     tables = zip(fresh, (False, *(run.checkpoints for run in sequence.runs)), strict=True)
     slack, grows = 0, any(shares + count < sequence.max_blocks for count, sparse in tables if not sparse)
     if state.sequences.running:
         slack = max(config.stall_pages * grows, config.watermark_blocks)
     missing = pages + slack - (state.store.pool.available - cached)
-    plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
+    plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh), frames=frames)
     if states and missing <= 0:
         plan = _with_checkpoints(config, sequence, plan, found.sealed)
     return plan, missing
@@ -245,6 +263,7 @@ def plan_part(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, most: i
             return None
         return replace(plan, fresh=most, left=0, frames=plan.frames[: most - 1])
     whole, spare = plan.fresh_blocks[0], _pages_beside(config, sequence)
+    most -= _pages_to_load(config, plan.frames, plan.runs)
     for number in range(_count_checkpoints(config, sequence, plan, min(most, spare), sealed), -1, -1):
         taken = config.groups[-1].pages * number
         places = _count_places(config, plan, most - taken)
@@ -275,7 +294,7 @@ def _part_of(
         left = config.stall_pages + taken
         chosen, asked = checkpoints.choose_places(config, sequence, plan.shared, left, sealed)
     fresh = tuple([min(places, count) for count in plan.fresh_blocks])
-    pages = _count_pages(config, fresh) + taken
+    pages = _count_pages(config, fresh) + _pages_to_load(config, plan.frames, plan.runs) + taken
     return replace(plan, fresh=pages, fresh_blocks=fresh, left=0, checkpoints=chosen, asked=asked)
 
 
@@ -293,6 +312,11 @@ def _count_pages_of_places(config: LedgerConfig, fresh: tuple[int, ...], places:
 def _count_pages(config: LedgerConfig, blocks: tuple[int, ...]) -> int:
     """Return the pages of so many blocks of each group."""
     return sum(group.pages * count for group, count in zip(config.groups, blocks, strict=True))
+
+
+def _pages_to_load(config: LedgerConfig, frames: Items[FrameId], runs: Items[RunHits]) -> int:
+    """Return the pages of the blocks that are loaded."""
+    return _count_pages(config, (len(frames), *(len(run.frames) for run in runs)))
 
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
@@ -327,7 +351,7 @@ def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
     found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
     cached = sum(blocks.pages_of(block) for block in every_hit(found.hits, found.runs) if blocks.state[block] is CACHED)
     return RememberedMatch(
-        sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed
+        sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed, found.frames
     )
 
 

@@ -74,8 +74,8 @@ def _reasons(
 def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) -> list[str]:
     """Return in words what is special about a grant beside its hits."""
     reasons = list[str]()
-    if plan.frames:
-        reasons.append(f"{HOST_REASON}{len(plan.frames)} of {plan.shared} cached blocks are loaded")
+    if loaded := plan.loaded_places:
+        reasons.append(f"{HOST_REASON}{loaded} of {plan.shared} cached blocks are loaded")
     if sequence.fetch is not None:
         fetch = sequence.fetch
         took = f"{fetch.landed} of {fetch.blocks} blocks came from {fetch.source} in {1000 * fetch.seconds:.0f} ms"
@@ -99,7 +99,7 @@ def record_grant(
     state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
 ) -> str:
     """Count an admission, record it, and return the id of the record."""
-    match, hits = plan.match, plan.shared
+    match, hits, loaded = plan.match, plan.shared, plan.loaded_places
     awaited = _await(state.store, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
     asked = sequence.takes_hits and state.config.prefix_caching
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
@@ -123,7 +123,7 @@ def record_grant(
         **({"passes": 1.0} if passes else {}),
         **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
-        **({"host_blocks": float(len(plan.frames))} if plan.frames else {}),
+        **({"host_blocks": float(loaded)} if loaded else {}),
         **({"fetched_blocks": float(sequence.fetch.landed)} if sequence.fetch is not None else {}),
         **({"fetch_seconds": sequence.fetch.seconds} if sequence.fetch is not None else {}),
         **({"fetch_predicted": sequence.fetch.forecast} if sequence.fetch is not None else {}),
@@ -134,7 +134,8 @@ def record_grant(
     if plan.frames:
         chosen = f"{plan.present} shared, {len(plan.frames)} loaded and {plan.fresh - len(plan.frames)} fresh blocks"
     if state.config.groups:
-        chosen = f"{hits} shared blocks and {plan.fresh} fresh pages"
+        of_them = f", {loaded} of them loaded," if loaded else ""
+        chosen = f"{hits} shared blocks{of_them} and {plan.fresh} fresh pages"
     kind = DecisionKind.GRANT
     return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)
 

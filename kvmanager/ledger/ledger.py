@@ -306,7 +306,8 @@ class Ledger:
             capacity,
             state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
             uses_of_groups(state.store) if state.config.groups else (), state.config.frames,
-            len(state.store.cache.below), 0 if closed else state.config.saved_frames, len(state.store.cache.saved),
+            0 if state.store.tier is None else state.store.tier.held, 0 if closed else state.config.saved_frames,
+            len(state.store.cache.saved),
             fetching, closed,
         )  # fmt: skip
 

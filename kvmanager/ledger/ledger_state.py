@@ -25,12 +25,12 @@ from common.contracts.hashing import PARTIAL_HASHES
 from common.contracts.lease import TierCopy, blocks_needed
 from common.contracts.transfers import TransferCosts
 from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
-from kvmanager.cache.frame_tier import Taken
+from kvmanager.cache.frame_tier import NO_FRAME, Taken
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.ports import FindPeer
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.backfill import Reservation
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -84,37 +84,62 @@ class LedgerState:
 
     # ------------------------------------------------------------ the host tier
 
-    def keep_below(self, block: BlockId) -> None:
-        """Order that a frame gets what an evicted block holds, unless one has it already."""
-        cache = self.store.cache
-        taken = cache.store_below(block)
-        if taken is not None:
-            self.tier_copies.append(TierCopy(block, taken.frame))
-            self.totals.host_stores += 1
-            self.count_drop(taken)
+    def keep_below(self, block: BlockId, others: Items[BlockId] = (), worthless: bool = False) -> None:
+        """Order that frames get what an evicted block holds, unless some have it already, or it is worth nothing.
+
+        `others` are its further pages.
+        """
+        store = self.store
+        taken = store.cache.store_below(block, worthless)
+        if taken is None:
+            return
+        self.count_drop(taken)
+        if taken.frame == NO_FRAME or store.tier is None:
+            return
+        self.tier_copies.append(TierCopy(block, taken.frame))
+        if others:
+            frames = store.tier.frames.others[taken.frame]
+            self.tier_copies += [TierCopy(page, frame) for page, frame in zip(others, frames, strict=True)]
+        self.totals.host_stores += 1
 
     def count_drop(self, taken: Taken) -> None:
-        """Count a content that has left its frame of host memory, unless a block has it: lost, or on disk alone."""
-        cache, dropped = self.store.cache, taken.dropped
-        if dropped and dropped not in cache.entries:
-            self.totals.host_drops += dropped not in cache.saved
-            self.totals.host_drops_saved += dropped in cache.saved
+        """Count contents that have left host memory, unless a block has them: they are lost, or on disk alone."""
+        cache = self.store.cache
+        for dropped, _ in taken.dropped:
+            if dropped not in cache.entries:
+                self.totals.host_drops += dropped not in cache.saved
+                self.totals.host_drops_saved += dropped in cache.saved
 
     def load_frames(self, sequence: Sequence, frames: Items[FrameId]) -> None:
         """Extend a block table by the next free blocks, and order that they get what a run of frames holds."""
         store, hashes, table = self.store, sequence.block_hashes, sequence.block_table
-        assert store.tier is not None
         for frame in frames:
-            block, index = store.pool.take_block(), len(table)
+            block, index = self._load(frame, 0), len(table)
             store.describe_block(block, sequence, index)
             table.append(block)
             store.publish_block(block, hashes[index], hashes[index - 1] if index else ROOT)
-            self.tier_copies.append(TierCopy(block, frame, load=True))
             if sequence.partial_hashes and self.config.copies_parts:
                 parts = sequence.partial_hashes[PARTIAL_HASHES * index : PARTIAL_HASHES * (index + 1)]
                 store.cache.partials.add(hashes[index], parts)
         self.totals.host_loads += len(frames)
-        store.tier.release(frames)
+
+    def load_into_run(self, sequence: Sequence, run: Run, place: int, frame: FrameId) -> BlockId:
+        """Take free pages for a place of a run, and order that they get what frames hold. The caller publishes it."""
+        block = self._load(frame, run.group)
+        self.store.describe_block(block, sequence, place)
+        self.totals.host_loads += 1
+        return block
+
+    def _load(self, frame: FrameId, group: int) -> BlockId:
+        """Take a block of a group, and order that it gets what frames hold."""
+        store, pages = self.store, self.config.block_pages[group]
+        assert store.tier is not None
+        block = store.pool.take_pages(group, pages) if self.config.groups else store.pool.take_block()
+        self.tier_copies.append(TierCopy(block, frame, load=True))
+        if pages > 1:
+            others = zip(store.blocks.others[block], store.tier.frames.others[frame], strict=True)
+            self.tier_copies += [TierCopy(page, each, load=True) for page, each in others]
+        return block
 
     def take_tier_copies(self) -> tuple[TierCopy, ...]:
         """Return the copies for the next batch, in their order."""

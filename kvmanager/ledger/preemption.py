@@ -336,7 +336,8 @@ def _record(
 ) -> str:
     blocks, size = state.store.blocks, state.config.block_size
     lost, work = tokens_lost(victim, blocks, size), work_lost(victim, blocks, size)
-    loadable = min(max(0, work - lost), state.config.frames * size)
+    kept = state.config.frames // sum(state.config.block_pages)
+    loadable = min(max(0, work - lost), kept * size)
     if loadable:
         what = f"the sealed blocks of {loadable} tokens go to frames if they are evicted, and are loaded again"
         reasons = (*reasons, f"{HOST_REASON}{what}")

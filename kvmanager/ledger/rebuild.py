@@ -7,14 +7,14 @@ out in steps of some milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Final
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
+from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
+from kvmanager.cache.frame_tier import Unit
 from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
@@ -49,7 +49,7 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     entries = CachedBlocks.of(inventory.cached_blocks)
     if state.config.prefix_caching:
         yield from _restore_cache(state, entries, cached)
-    yield from _restore_frames(state.store, inventory.frames, inventory.saved)
+    yield from _restore_frames(state.store, inventory)
     for sequence, table in tables:
         _restore_content(state.store, sequence, table)
         for run in sequence.runs:
@@ -114,16 +114,35 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
         cache.forget_ghosts(hashes[step])
 
 
-def _restore_frames(store: BlockStore, held: Items[CachedBlock], saved: Items[CachedBlock]) -> Iterator[None]:
+def _restore_frames(store: BlockStore, inventory: Inventory) -> Iterator[None]:
     """Take over what the worker's host memory and its disk hold; there are no events of that either."""
-    for tier, claims in ((store.tier, held), (store.disk, saved)):
+    for tier, claims in ((store.tier, inventory.frames), (store.disk, inventory.saved)):
         if tier is None or not claims:
             continue
         frames = CachedBlocks.of(claims)
         if len(frames.depths) != len(frames):
             raise ProtocolViolation("frames of a tier came without their depths")
-        yield from tier.restore(frames, store.blocks, store.cache.entries, alone=tier is store.disk)
+        units = _units_of(store.config, inventory) if store.config.groups else ()
+        yield from tier.restore(frames, store.blocks, store.cache.entries, tier is store.disk, units)
         store.cache.number += 1
+
+
+def _units_of(config: LedgerConfig, inventory: Inventory) -> list[Unit]:
+    """Return of each claim of host memory which group it is of, and which frames it has."""
+    groups, pages, units, at = config.groups, inventory.frame_pages, list[Unit](), 0
+    for claim, group in zip(inventory.frames, inventory.frame_groups, strict=False):
+        size = groups[group].pages if group < len(groups) else 0
+        frames = tuple(pages[at : at + size])
+        if not size or len(frames) < size or frames[0] != claim.block:
+            raise ProtocolViolation(
+                f"an inventory has a frame of group {group} of {len(groups)}, or lacks frames of it"
+            )
+        units.append(Unit(group, frames))
+        at += size
+    if len(units) != len(inventory.frames) or at != len(pages):
+        what = f"{len(inventory.frame_groups)} groups and {len(pages)} frames, which make {at}"
+        raise ProtocolViolation(f"an inventory has {len(inventory.frames)} contents of host memory, {what}")
+    return units
 
 
 def _restore_pins(store: BlockStore) -> Iterator[None]:

@@ -11,7 +11,7 @@ from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import IN_USE, key_of
 from kvmanager.contracts.sequence import Run, Sequence
-from kvmanager.ledger import transfers
+from kvmanager.ledger import checkpoints, transfers
 from kvmanager.ledger.ledger_state import LedgerState
 
 _WAITING, _RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
@@ -278,7 +278,7 @@ def seal_in_groups(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]
         if key in store.cache.entries:
             store.publish_block(block, key, parent)
         else:
-            store.publish_new_block(block, key, parent, _enter_checkpoint(state, block, block_hash, is_tail))
+            store.publish_new_block(block, key, parent, checkpoints.enter_checkpoint(state, block, block_hash, is_tail))
         if group:
             continue
         if block in blocks.awaited:
@@ -321,23 +321,6 @@ def _follow_tail(state: LedgerState, block: BlockId, block_hash: BlockHash) -> b
     run.move_tail(there)
     blocks.index[block], blocks.parent[block] = there, block_hash
     return True
-
-
-def _enter_checkpoint(state: LedgerState, block: BlockId, block_hash: BlockHash, is_tail: bool) -> BlockId | None:
-    """Enter a checkpoint that is about to be registered behind the last one of its chain, and return that one's block.
-
-    None: there is none, or the block is no checkpoint.
-    """
-    store, place = state.store, state.store.blocks.index[block]
-    if store.states is None or not store.is_checkpoint(block):
-        return None
-    owner = state.sequences.live.get(store.blocks.owner[block])
-    before = owner.block_hashes[:place] if owner is not None else []
-    above = next((each for each in reversed(before) if each in store.states), None)
-    asked = owner is not None and place in owner.runs[store.states.group - 1].asked
-    state.sequences.end_planned(block_hash)
-    store.states.add(block_hash, above, asked, is_tail)
-    return None if above is None else store.cache.entries[key_of(above, store.states.group)]
 
 
 def trim_runs(state: LedgerState, report: Report) -> None:

@@ -27,7 +27,7 @@ from common.contracts.transfers import (
     TransferEnd,
 )
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
-from kvmanager.cache.frame_tier import FrameTier, Taken
+from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.ports import Peer
 from kvmanager.contracts.sequence import Fetch, Sequence
@@ -219,11 +219,10 @@ def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bo
 def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
     """Take a frame for what a transfer brings; what it held leaves the index, unless something else has it."""
     taken = tier.expect(block_hash, parent, depth)
-    if taken is not None:
-        state.store.cache.note_dropped(taken)
-        if tier is state.store.tier:
-            state.count_drop(taken)
-    return taken
+    state.store.cache.note_dropped(taken)
+    if tier is state.store.tier:
+        state.count_drop(taken)
+    return taken if taken.frame != NO_FRAME else None
 
 
 def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched:

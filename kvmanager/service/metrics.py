@@ -180,7 +180,7 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     )
     frames = GaugeMetricFamily(
         "quire:kv_host_frames",
-        "Frames of host memory, room for a block each, by what they are used for.",
+        "Frames of host memory, room for a block each (a page where layers are groups), by what they are used for.",
         labels=("worker", "state"),
     )
     saved = GaugeMetricFamily(

@@ -215,4 +215,6 @@ inventories = st.builds(
     block_pages=tuples_of(blocks, 60),
     frames=placed,
     saved=placed,
+    frame_groups=tuples_of(st.integers(0, 255), 60),
+    frame_pages=tuples_of(blocks, 60),
 )

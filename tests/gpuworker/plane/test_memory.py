@@ -115,7 +115,7 @@ def test_host_memory_holds_whole_frames_and_lies_in_the_memory_of_a_cpu(model: T
     [
         (GEOMETRY, BLOCK - 1, "is 12.0 KiB, and a block takes 12.0 KiB; ask for more"),
         (GEOMETRY, 1 << 50, r"is 1024.0 TiB, and .* of the host's memory are free; ask for less"),
-        (replace(GEOMETRY, window=64), 9 * BLOCK, "layers of the model attend within windows"),
+        (replace(GEOMETRY, window=64), 9 * BLOCK, "every layer of the model attends within a window"),
     ],
 )
 def test_host_memory_that_keeps_nothing_is_refused(
@@ -129,7 +129,7 @@ def test_what_host_memory_cannot_keep_a_disk_cannot_either(model: TransformersMo
     geometry = replace(GEOMETRY, window=64)
     with pytest.raises(InvalidConfig) as refused:
         plan_memory(model, geometry, 1024, MemoryOptions(kv_blocks=70, host_memory=9 * BLOCK, disk_cache=True))
-    words = "layers of the model attend within windows, and host memory keeps blocks that all layers read alike"
+    words = "every layer of the model attends within a window, and host memory keeps what some layer reads for good"
     assert [(each.field, each.description) for each in refused.value.violations] == [
         ("--host-memory", f"{words}; leave it out"),
         ("--disk-cache", f"{words}; leave it out"),
@@ -150,6 +150,21 @@ GROUPED = replace(GEOMETRY, groups=(KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGro
 
 def grouped(model: TransformersModel, **options: Any) -> BytePlan:
     return plan_memory(model, GROUPED, 1024, MemoryOptions(**options))
+
+
+def test_host_memory_keeps_pages_where_layers_are_groups(model: TransformersModel) -> None:
+    found = grouped(model, kv_blocks=300, host_memory=9 * BLOCK // 3 + 5)
+    assert (found.host_frames, found.frame_bytes) == (9, BLOCK // 3)
+    assert "  host memory    36.0 KiB  9 more pages that left the KV cache" in found.lines()
+
+
+@pytest.mark.parametrize("options", [{"disk_cache": True}, {"needs_peers": True}])
+def test_a_disk_and_peers_move_no_blocks_of_groups(model: TransformersModel, options: dict[str, bool]) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        grouped(model, kv_blocks=300, host_memory=9 * BLOCK, **options)
+    (found,) = refused.value.violations
+    assert found.field == ("--disk-cache" if "disk_cache" in options else "--data-port")
+    assert found.description.endswith("leave it out: --host-memory alone keeps blocks of such models")
 
 
 def test_pages_are_counted_where_layers_are_groups(model: TransformersModel) -> None:

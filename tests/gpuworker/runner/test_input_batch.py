@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.contracts.lease import TierCopy
 from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SamplingParams, SequenceId
 from gpuworker.runner.model_runner import InputBatch
 from gpuworker.sampling.rows import SampledRow
@@ -146,6 +147,33 @@ def test_pages_of_checkpoints_that_become_k_and_v_are_reused_once() -> None:
     batch.write_states([BlockId(6)])
     batch.indices_of([grouped(A, (5, 6), (1, 2, 3, 4)), grouped(B, (5, 6, 9), (1, 2, 3, 4, 7, 8))])
     assert batch.take_reused() == (9,)
+
+
+def tier(block: int, frame: int, load: bool = False) -> TierCopy:
+    return TierCopy(BlockId(block), BlockId(frame), load)
+
+
+def test_what_is_loaded_over_states_is_not_cleared_and_states_that_are_loaded_are() -> None:
+    batch = InputBatch(1, 4, WITH_STATES)
+    batch.add(A, ROW)
+    batch.write_states([BlockId(page) for page in (1, 2, 5)])
+    # Frame 0 holds the states of page 1, frame 1 K and V of page 9.
+    batch.note_copies((tier(1, 0), tier(9, 1), tier(1, 1, load=True), tier(6, 0, load=True)))
+    batch.indices_of([grouped(A, (5, 6), (1, 2, 3, 4))])
+    assert sorted(batch.take_reused()) == [2, 5, 6]
+    batch.note_copies((tier(9, 0), tier(7, 0, load=True)))
+    batch.indices_of([grouped(A, (5, 6, 7), (1, 2, 3, 4, 8, 9))])
+    assert batch.take_reused() == (), "frame 0 holds K and V now"
+
+
+def test_behind_a_failure_what_was_to_be_loaded_may_hold_states() -> None:
+    batch = InputBatch(1, 4, WITH_STATES)
+    batch.add(A, ROW)
+    batch.write_states([BlockId(5)])
+    batch.note_copies((tier(9, 1), tier(5, 1, load=True)))
+    batch.note_failure()
+    batch.indices_of([grouped(A, (5,), (1, 2))])
+    assert batch.take_reused() == (5,)
 
 
 def test_beside_checkpoints_trimmed_pages_are_those_of_the_row() -> None:

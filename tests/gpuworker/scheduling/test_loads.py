@@ -54,10 +54,10 @@ def finished(worker: Driver) -> Completion:
 def test_loads_are_found_by_the_places_that_admissions_share() -> None:
     copies = (store(0, 0), load(1, 5), load(2, 6))
     one, two = admission(1, [3, 5, 6, 7], 3), admission(2, [3, 5, 9], 2)
-    assert list(find_loads(copies, (one, two))) == [Loads(ONE, 1, 3)], (
+    assert list(find_loads(copies, (one, two))) == [Loads(ONE, 1, 3, 2)], (
         "the second shares a block that is loaded for one"
     )
-    assert list(find_loads(copies, (two,))) == [Loads(TWO, 1, 2)]
+    assert list(find_loads(copies, (two,))) == [Loads(TWO, 1, 2, 1)]
     assert list(find_loads(copies[:1], (one,))) == []
 
 
@@ -67,7 +67,7 @@ def test_a_step_says_what_it_loaded_for_whom_and_its_share_of_the_seconds() -> N
     orders = (load(0, 5), load(1, 6), store(0, 1))
     worker.agent.apply_grant(GrantBatch(0, admit=(admission(3, [5, 6, 7], 2),), tier=orders))
     plan = worker.plan()
-    assert plan.loaded == ((SequenceId(3), 2),)
+    assert plan.loaded == ((SequenceId(3), 2, 2),)
     done = worker.agent.complete(StepResult(plan.step, {row.sequence: (50,) for row in plan.rows}, copy_seconds=0.75))
     assert done.loaded == {SequenceId(3): Loaded(2, 0.5)}, "two of three copies"
     (end,) = [each for each in done.finished if each.sequence == 3]

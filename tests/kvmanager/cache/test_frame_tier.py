@@ -9,13 +9,19 @@ import pytest
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
 from common.contracts.types import BlockHash, BlockId, FrameId
-from kvmanager.cache.frame_tier import FrameTier
+from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.audit import check_frames
 
 A, B, C, D, OTHER = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c", b"d", b"x"))
 CHAIN = (A, B, C, D)
+NOTHING = Taken(NO_FRAME)
+
+
+def dropped_of(taken: Taken) -> BlockHash:
+    """Return the content that was dropped for another one; empty: none was."""
+    return taken.dropped[0][0] if taken.dropped else ROOT
 
 
 def store(tier: FrameTier, *depths: int) -> list[BlockHash]:
@@ -23,8 +29,8 @@ def store(tier: FrameTier, *depths: int) -> list[BlockHash]:
     gone = []
     for depth in depths:
         taken = tier.take_frame(CHAIN[depth], CHAIN[depth - 1] if depth else ROOT, depth)
-        assert taken is not None
-        gone += [taken.dropped] if taken.dropped else []
+        assert taken.frame != NO_FRAME
+        gone += [content for content, _ in taken.dropped]
     return gone
 
 
@@ -39,8 +45,7 @@ def test_a_chain_that_is_evicted_leaves_first_goes_leaves_first(policy: Eviction
     assert store(tier, 2, 1, 0) == []
     assert tier.find_run(CHAIN, 0, 4) == [2, 1, 0]
     taken = tier.take_frame(OTHER, ROOT, 0)
-    assert taken is not None
-    assert (taken.frame, taken.dropped, taken.depth) == (0, C, 2)
+    assert (taken.frame, taken.dropped) == (0, ((C, 2),))
     assert tier.find_run(CHAIN, 0, 4) == [2, 1]
 
 
@@ -65,11 +70,10 @@ def test_a_frame_of_a_grant_is_not_taken_and_comes_back_as_released_last() -> No
     tier = FrameTier(2, "lru")
     store(tier, 1, 0)
     tier.hold([BlockId(1), BlockId(0)])
-    assert tier.take_frame(OTHER, ROOT, 0) is None, "a grant uses both"
+    assert tier.take_frame(OTHER, ROOT, 0) == NOTHING, "a grant uses both"
     tier.release([BlockId(1), BlockId(0)])
     taken = tier.take_frame(OTHER, ROOT, 0)
-    assert taken is not None
-    assert taken.dropped == B, "the tail first"
+    assert taken.dropped == ((B, 1),), "the tail first"
 
 
 def test_a_touched_frame_goes_after_the_others() -> None:
@@ -79,8 +83,7 @@ def test_a_touched_frame_goes_after_the_others() -> None:
     tier.touch(A)
     tier.touch(B)  # no frame has it
     taken = tier.take_frame(C, ROOT, 0)
-    assert taken is not None
-    assert taken.dropped == OTHER
+    assert taken.dropped == ((OTHER, 0),)
 
 
 def test_an_inventory_gives_back_what_has_its_parent_and_frees_the_rest() -> None:
@@ -114,9 +117,8 @@ def expect(tier: FrameTier, *depths: int) -> list[tuple[FrameId, BlockHash]]:
     found = []
     for depth in depths:
         taken = tier.expect(CHAIN[depth], CHAIN[depth - 1] if depth else ROOT, depth)
-        assert taken is not None
         check_frames(tier, {})
-        found.append((taken.frame, taken.dropped))
+        found.append((taken.frame, dropped_of(taken)))
     return found
 
 
@@ -145,12 +147,11 @@ def test_a_frame_that_is_to_be_filled_is_not_taken_nor_is_its_parent(policy: Evi
     admit(tier, 0)
     expect(tier, 1)
     assert expect(tier, 2) == [(2, ROOT)]
-    assert tier.expect(OTHER, ROOT, 0) is None, "one has a child that is to come, two are to be filled"
-    assert tier.take_frame(OTHER, ROOT, 0) is None
+    assert tier.expect(OTHER, ROOT, 0) == NOTHING, "one has a child that is to come, two are to be filled"
+    assert tier.take_frame(OTHER, ROOT, 0) == NOTHING
     admit(tier, 1, 2)
     taken = tier.expect(OTHER, ROOT, 0)
-    assert taken is not None
-    assert (taken.frame, taken.dropped, taken.depth) == (2, C, 2), "the leaf"
+    assert (taken.frame, taken.dropped) == (2, ((C, 2),)), "the leaf"
     check_frames(tier, {})
 
 
@@ -160,7 +161,7 @@ def test_the_parent_of_one_that_does_not_come_may_go(policy: EvictionName) -> No
     expect(tier, 0)
     admit(tier, 0)
     expect(tier, 1)
-    assert tier.expect(OTHER, ROOT, 0) is None
+    assert tier.expect(OTHER, ROOT, 0) == NOTHING
     tier.abandon(B)
     check_frames(tier, {})
     assert (list(tier.free), tier.expected, tier.frames.children[0]) == ([1], {}, 0)
@@ -168,7 +169,6 @@ def test_the_parent_of_one_that_does_not_come_may_go(policy: EvictionName) -> No
     tier.abandon(B)
     for hash_, frame in ((OTHER, 1), (D, 0)):
         taken = tier.expect(hash_, ROOT, 0)
-        assert taken is not None
         assert taken.frame == frame
     assert tier.entries == {}
 
@@ -179,14 +179,13 @@ def test_a_frame_that_was_read_goes_after_its_children_whatever_the_order_of_end
     expect(tier, 0, 1, 2)
     admit(tier, 0, 1, 2)
     tier.hold([FrameId(0), FrameId(1), FrameId(2)])
-    assert tier.expect(OTHER, ROOT, 0) is None, "all are being read"
+    assert tier.expect(OTHER, ROOT, 0) == NOTHING, "all are being read"
     for frame, content in ((1, B), (0, A), (2, C)):
         assert tier.end_read(FrameId(frame), content)
         check_frames(tier, {})
     for number, (frame, dropped) in enumerate(((2, C), (1, B), (0, A))):
         taken = tier.expect(BlockHash(bytes([number]) * 16), ROOT, 0)
-        assert taken is not None
-        assert (taken.frame, taken.dropped) == (frame, dropped)
+        assert (taken.frame, dropped_of(taken)) == (frame, dropped)
         check_frames(tier, {})
 
 
@@ -210,8 +209,7 @@ def test_a_lost_content_takes_its_descendants_along_and_spares_the_others(policy
 def test_what_is_behind_a_lost_content_goes_although_the_content_itself_has_gone(policy: EvictionName) -> None:
     tier = FrameTier(4, policy)
     for depth in (2, 1):  # the parent is in a block
-        taken = tier.take_frame(CHAIN[depth], CHAIN[depth - 1], depth)
-        assert taken is not None
+        tier.take_frame(CHAIN[depth], CHAIN[depth - 1], depth)
     assert tier.apart == {A: 1}
     assert tier.drop_tree(A) == [(2, C), (1, B)]
     check_frames(tier, {})

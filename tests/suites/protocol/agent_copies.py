@@ -43,6 +43,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._in_flight = agent._in_flight.copy()
     twin._copies, twin._loaded = agent._copies.copy(), agent._loaded.copy()
     twin._frames = FrameClaims(agent._frames.num_frames)
+    twin._frames.made = agent._frames.made.copy() if agent._frames.made is not None else None
     twin._frames.held = _copy_claims(agent._frames.held)
     twin._transfers = _copy_transfers(agent._transfers)
     twin._partial_copies = PartialCopies()
@@ -63,7 +64,8 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         tuple(agent._partial_copies._by_sequence.items()),
         tuple([plan.copies for plan in agent._in_flight]),
         (agent._lease_target, agent.reset),
-        frozenset([(frame, each and each.hash) for frame, each in agent._frames.held.items()]),
+        frozenset([(frame, each and (each.hash, each.group)) for frame, each in agent._frames.held.items()]),
+        frozenset(agent._frames.made.pages.items()) if agent._frames.made is not None else None,
         (agent._transfer_waits, _transfers_key(agent._transfers)) if _moves(agent) else None,
     )
 

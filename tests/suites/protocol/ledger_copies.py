@@ -120,7 +120,7 @@ def _copy_pool(old: BlockPool, store: BlockStore) -> BlockPool:
     new.retention = store.retention
     new.marks, new.pinned = store.retention.marks, store.retention.pinned
     new.free, new.leased = old.free.copy(), old.leased
-    new.states, new.early = store.states, old.early
+    new.states, new.early, new.left = store.states, old.early, old.left
     new.others, new.cached_others = store.blocks.others, old.cached_others
     return new
 
@@ -148,7 +148,7 @@ def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
 
 def _copy_tier(old: FrameTier) -> FrameTier:
     new = FrameTier.__new__(FrameTier)
-    new.frames, new.entries = _copy_blocks(old.frames), old.entries.copy()
+    new.frames, new.entries, new._pages = _copy_blocks(old.frames), old.entries.copy(), old._pages
     new.free, new.apart, new.expected = old.free.copy(), old.apart.copy(), old.expected.copy()
     if isinstance(old.order, LeastRecentlyUsed):
         new.order = order = _copy_list(old.order)
@@ -205,8 +205,9 @@ def _partial_key(state: LedgerState) -> tuple[object, ...]:
 def _tier_key(state: LedgerState) -> tuple[object, ...]:
     tiers = [each for each in (state.store.tier, state.store.disk) if each is not None]
     held = [(tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), frozenset(tier.expected)) for tier in tiers]
+    parts = tuple([frozenset(tier.frames.others.items()) for tier in tiers])
     moves = state.store.disk is not None or state.peers is not None
-    return tuple(held), tuple(state.tier_copies), state.transfers.key() if moves else None
+    return tuple(held), parts, tuple(state.tier_copies), state.transfers.key() if moves else None
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from common.contracts.lease import TierCopy
 from common.contracts.types import BlockId, FrameId
 from gpuworker.scheduling import frame_claims
 from gpuworker.scheduling.block_states import BlockStates, Content
-from gpuworker.scheduling.frame_claims import FrameClaims
+from gpuworker.scheduling.frame_claims import FrameClaims, LoadedBlock
 from kvmanager.cache.frame_tier import FrameTier, Taken
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.ledger.ledger_state import LedgerState
@@ -21,9 +21,9 @@ _keep_below, _take_copies = LedgerState.keep_below, LedgerState.take_tier_copies
 _store_below, _check = PrefixCache.store_below, FrameClaims.check
 
 
-def keep_without_an_order(state: LedgerState, block: BlockId) -> None:
+def keep_without_an_order(state: LedgerState, block: BlockId, *given: Any, **options: Any) -> None:
     ordered = state.tier_copies.copy()
-    _keep_below(state, block)
+    _keep_below(state, block, *given, **options)
     state.tier_copies[:] = ordered
 
 
@@ -53,18 +53,18 @@ def remember_the_first_store(frames: FrameClaims, copies: Items[TierCopy], block
             frames.held.setdefault(each.frame, blocks.content.get(each.block))
 
 
-def check_loads_only(frames: FrameClaims, *given: Any) -> list[BlockId]:
+def check_loads_only(frames: FrameClaims, *given: Any) -> dict[BlockId, LoadedBlock]:
     """A block that is to be loaded may be one that the worker still holds."""
     _check(frames, *given)
-    return []
+    return {}
 
 
-def store_a_leaf_only(cache: PrefixCache, block: BlockId) -> Taken | None:
+def store_a_leaf_only(cache: PrefixCache, block: BlockId, worthless: bool = False) -> Taken | None:
     """What has children in frames is not stored when it is evicted."""
     tier, key = cache.tier, cache._blocks.hash[block]
     if tier is not None and key in tier.apart:
         return None
-    return _store_below(cache, block)
+    return _store_below(cache, block, worthless)
 
 
 TIER_MUTANTS = (

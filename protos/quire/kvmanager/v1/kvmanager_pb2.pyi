@@ -350,6 +350,8 @@ class Inventory(_message.Message):
     SAVED_PARENT_HASHES_FIELD_NUMBER: _builtins.int
     SAVED_DEPTHS_FIELD_NUMBER: _builtins.int
     SAVED_LAST_USED_FIELD_NUMBER: _builtins.int
+    FRAME_GROUPS_FIELD_NUMBER: _builtins.int
+    FRAME_PAGES_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -384,6 +386,12 @@ class Inventory(_message.Message):
     saved_parent_hashes: _builtins.bytes
     saved_depths: _builtins.bytes
     saved_last_used: _builtins.bytes
+    frame_groups: _builtins.bytes
+    """Where the pool has groups, a frame is room for a page: the group of each content of host memory, in the order of
+    `frames` (a byte each), and the frames of each, one after the other: as many as a block of the group has pages, the
+    one in `frames` first.
+    """
+    frame_pages: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -410,10 +418,12 @@ class Inventory(_message.Message):
         saved_parent_hashes: _builtins.bytes = ...,
         saved_depths: _builtins.bytes = ...,
         saved_last_used: _builtins.bytes = ...,
+        frame_groups: _builtins.bytes = ...,
+        frame_pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "saved_depths", b"saved_depths", "saved_frames", b"saved_frames", "saved_hashes", b"saved_hashes", "saved_last_used", b"saved_last_used", "saved_parent_hashes", b"saved_parent_hashes", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_groups", b"frame_groups", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_pages", b"frame_pages", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "saved_depths", b"saved_depths", "saved_frames", b"saved_frames", "saved_hashes", b"saved_hashes", "saved_last_used", b"saved_last_used", "saved_parent_hashes", b"saved_parent_hashes", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -910,7 +920,8 @@ class GrantBatch(_message.Message):
     """
     tier_blocks: _builtins.bytes
     """Copies between blocks and frames of the host tier, in list order: int32 arrays, and a byte each, which is 1 where the
-    frame is loaded into the block. A loaded block is one that an admission shares.
+    frame is loaded into the block. A loaded block is one that an admission shares. Where the pool has groups, each copy
+    is of a page; those of one block follow each other, in the order of its pages.
     """
     tier_frames: _builtins.bytes
     tier_loads: _builtins.bytes
@@ -1391,7 +1402,9 @@ class Pool(_message.Message):
     """Those of the cached blocks that an operator's pins keep, and those that were evicted nevertheless."""
     pinned_evictions: _builtins.int
     host_frames: _builtins.int
-    """Frames of the worker's host memory, each room for what one block holds, and how many of them hold something."""
+    """Frames of the worker's host memory, each room for what one block holds, or one page where the pool has groups, and
+    how many of them hold something.
+    """
     host_held: _builtins.int
     host_stores: _builtins.int
     """Blocks that were copied into frames and out of them, and contents that left their frame for others while no block
