@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import GrantBatch, TierCopy
-from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, SequenceId
 from gpuworker.scheduling.lease_agent import LeaseAgent
-from kvmanager.contracts.block import hash_in, key_of
+from kvmanager.contracts.block import group_in, hash_in, key_of
 from kvmanager.ledger.audit import InvariantBroken
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.preemption import running_sequences, seniority
@@ -213,19 +213,29 @@ def _frames_are_true(world: World, ledger: Ledger) -> None:
 
     I18: the true parent of each hash that a frame has is in a block or in a frame.
     """
-    device, tier = world.device, ledger.state.store.tier
+    tier = ledger.state.store.tier
     assert tier is not None
+    made = world.agent._frames.made
     for frame, claim in world.agent._frames.held.items():
-        if claim is not None and device.block_key(device.frame(frame)) != claim.hash:
+        frames = (frame,) if made is None else made.pages[frame]
+        if claim is not None and not _frames_hold(world, key_of(claim.hash, claim.group), frames):
             raise Violation("I17", f"the worker claims what frame {frame} does not hold")
     coming = {each.frame for each in (*_ordered_copies(world), *ledger.state.tier_copies) if not each.load}
     _disk_is_true(world, ledger)
     for key, frame in tier.entries.items():
-        if frame not in coming and device.block_key(device.frame(frame)) != key:
+        frames = (frame, *tier.frames.others.get(frame, ()))
+        if coming.isdisjoint(frames) and not _frames_hold(world, key, frames):
             raise Violation("I17", f"frame {frame} does not hold what its hash says")
-        parent = content.parent_key(key, world.scenario.block_size)
+        own = hash_in(key)
+        parent = content.parent_key(own, world.scenario.block_size) if key == own else own
         if parent is not None and parent not in tier.entries and parent not in ledger.state.store.cache.entries:
             raise Violation("I18", f"frame {frame} holds a content without its parent")
+
+
+def _frames_hold(world: World, key: BlockHash, frames: Items[FrameId]) -> bool:
+    """Return whether frames hold all of a content, each its part."""
+    places = [BlockId(world.device.frame(frame)) for frame in frames]
+    return _is_whole(world, group_in(key), places, hash_in(key))
 
 
 def _disk_is_true(world: World, ledger: Ledger) -> None:
@@ -272,9 +282,9 @@ def _members(world: World, ledger: Ledger) -> set[BlockHash]:
     I29: the first group has their ancestors too, by I5, so a prompt can be continued behind any run of members that a
     token reads.
     """
-    entries, runs = ledger.state.store.cache.entries, range(1, len(world.layers))
+    entries, runs = set[BlockHash](ledger.state.store.cache.entries), range(1, len(world.layers))
     if world.scenario.frames:
-        return entries.keys() | ledger.state.store.cache.below.keys() | ledger.state.store.cache.saved.keys()
+        entries |= ledger.state.store.cache.below.keys() | ledger.state.store.cache.saved.keys()
     return {key for key in entries if key == hash_in(key) and all(key_of(key, group) in entries for group in runs)}
 
 

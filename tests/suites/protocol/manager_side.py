@@ -10,6 +10,7 @@ from common.contracts.lease import Attach, AttachRejected, Inventory, Report
 from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
+from kvmanager.contracts.block import key_of
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import ManagerConfig
 from kvmanager.ledger.ledger import Ledger
@@ -145,11 +146,14 @@ class ManagerSide(State):
         store, read = ledger.state.store, set[BlockHash | None]()
         for known in ledger.state.sequences.live.values():
             read.update(store.blocks.hash[block] for block in known.held_blocks())
+        groups = range(len(self.layers))
         for each in self.agent._sequences.values():
-            read.update(self.device.block_key(block) for block in each.held_blocks())
+            # What a planned step has written counts: every group has its content of a place then.
+            held = {self.device.block_key(block) for block in self.tables_of(each)[0][:: self.layers[0].pages]}
+            read.update(key_of(known, group) for known in held if known for group in groups)
         reports = [message for link in self.links for message in link.to_manager if isinstance(message, Report)]
         sealed = [*(seal for report in reports for seal in report.seal), *self.agent._report._seal]
-        read.update(key for _, key in sealed)
+        read.update(key_of(key, group) for _, key in sealed for group in groups)
         below = store.cache.below.keys() | store.cache.saved.keys()
         found = {store.blocks.hash[block] for block in store.pool.cached} | below
         return frozenset(key for key in found - read if key is not None)

@@ -12,6 +12,7 @@ import time
 
 from tests.suites.protocol.content_mutants import CONTENT_MUTANTS
 from tests.suites.protocol.group_mutants import GROUP_MUTANTS
+from tests.suites.protocol.group_tier_mutants import GROUP_TIER_MUTANTS
 from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
 from tests.suites.protocol.mutant import Mutant
 from tests.suites.protocol.part_mutants import PART_MUTANTS
@@ -26,7 +27,15 @@ def _number(mutant: Mutant) -> tuple[int, str]:
 
 
 _TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS)
-_OF_CONTENT = (*CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS, *TIER_MUTANTS, *_TRANSFERS)
+_OF_CONTENT = (
+    *CONTENT_MUTANTS,
+    *GROUP_MUTANTS,
+    *STATE_MUTANTS,
+    *PART_MUTANTS,
+    *TIER_MUTANTS,
+    *GROUP_TIER_MUTANTS,
+    *_TRANSFERS,
+)
 MUTANTS = tuple(sorted((*LEASE_MUTANTS, *_OF_CONTENT), key=_number))
 
 

@@ -161,6 +161,21 @@ TINY: dict[str, Scenario] = {
         TURNS, 4, frames=3, budget=6, max_num_seqs=1, max_faults=2, faults={"stream_break": 1, "reset": 1}
     ),
     "frames_pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, frames=2, budget=3),
+    "frames_window": Scenario(
+        TURNS, 8, groups=WINDOW_FULL, frames=4, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
+    ),
+    "frames_window_break": Scenario(
+        TURNS, 8, groups=WINDOW_FULL, frames=6, budget=6, max_num_seqs=1, max_faults=1, faults={"stream_break": 1}
+    ),
+    "frames_compound": Scenario(
+        TURNS, 17, groups=COMPOUND, frames=12, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
+    ),
+    "frames_state": Scenario(
+        TURNS, 9, groups=STATE, frames=8, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
+    ),
+    "frames_state_break": Scenario(
+        TURNS, 9, groups=STATE, frames=8, budget=6, max_num_seqs=1, max_faults=1, faults={"stream_break": 1}
+    ),
     "disk": Scenario(TURNS, 4, frames=2, disk=2, budget=6, max_num_seqs=1, max_faults=1, faults={"worker_crash": 1}),
     "disk_rots": Scenario(
         TURNS, 4, frames=2, disk=3, budget=6, max_num_seqs=1, max_faults=2, faults={"worker_crash": 1, "rot": 1}
@@ -328,6 +343,7 @@ def in_any_groups(seed: int) -> Scenario:
         max_faults=12,
         faults=ALL_FAULTS | RESETS,
         first_part=rng.choice((0, size, 3 * size)),
+        frames=rng.choice((0, 3, 12, 40)),
     )
 
 
@@ -369,6 +385,16 @@ LARGE: dict[str, Scenario] = {
     "frames_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, partly=True, max_num_seqs=1),
     "frames_parts": Scenario(_BEGINNING, 10, frames=6, budget=5, first_part=4, with_index=True),
     "frames_mixed": Scenario(_MIXED, 8, frames=6, budget=4),
+    "frames_window": Scenario(_IN_TURNS, 12, groups=WINDOW_FULL, frames=24, budget=5, max_num_seqs=1, with_index=True),
+    "frames_window_few": Scenario(_IN_TURNS, 14, groups=WINDOW_FULL, frames=7, budget=4, max_num_seqs=2),
+    "frames_chunk": Scenario(_IN_TURNS, 15, groups=CHUNK, frames=12, budget=4, max_num_seqs=3, admissions=1),
+    "frames_three": Scenario(_IN_TURNS, 28, groups=THREE, frames=30, budget=5, max_num_seqs=2, with_index=True),
+    "frames_compound": Scenario(_MIXED, 44, groups=COMPOUND, frames=40, budget=6),
+    "frames_parts_window": Scenario(_IN_PARTS, 17, groups=WINDOW_FULL, frames=20, budget=5, first_part=4),
+    "frames_state": Scenario(_IN_TURNS, 14, groups=STATE, frames=24, budget=5, max_num_seqs=1, with_index=True),
+    "frames_state_few": Scenario(_CHATS, 16, groups=STATE, frames=7, least_saved=2, budget=4, max_num_seqs=2),
+    "frames_state_tails": Scenario(_CONTINUED, 26, groups=STATE, frames=20, tail_share=1.0, budget=5, max_num_seqs=3),
+    "frames_state_window": Scenario(_IN_TURNS, 30, groups=STATE_WINDOW, frames=30, budget=5, max_num_seqs=2),
     "disk": Scenario(_IN_TURNS, 6, frames=6, disk=12, budget=5, max_num_seqs=1, with_index=True),
     "disk_few": Scenario(_IN_TURNS, 7, frames=4, disk=4, budget=4, max_num_seqs=2, with_index=True),
     "disk_pressed": Scenario(_IN_TURNS, 8, frames=5, disk=20, budget=4, max_num_seqs=3, admissions=1),

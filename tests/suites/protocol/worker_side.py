@@ -16,6 +16,7 @@ from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import AgentConfig, Completion
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.block import key_of
 from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation
@@ -183,7 +184,8 @@ class WorkerSide(TransferSide):
             self.device.slots[page][offset] = content.as_part(node, part)
             self.dropped -= {page}
         if self.void and offset == self.scenario.block_size - 1:
-            self.void -= {content.key(node, self.scenario.block_size)}
+            computed = content.key(node, self.scenario.block_size)
+            self.void -= {key_of(computed, group) for group in range(len(self.layers))}
 
     def _read_slot(self, row: ScheduledRow, layers: Layers, table: Items[BlockId], position: int, node: int) -> None:
         place, offset = divmod(position, self.scenario.block_size)
@@ -267,7 +269,8 @@ class WorkerSide(TransferSide):
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
         inventory = replace(inventory, frames=_undated(inventory.frames), saved=_undated(inventory.saved))
-        self._check_groups(inventory.block_groups, inventory.block_pages, *(each.runs for each in inventory.sequences))
+        told = *inventory.block_groups, *inventory.block_pages, *inventory.frame_groups, *inventory.frame_pages
+        self._check_groups(told, *(each.runs for each in inventory.sequences))
         opened = (attach, _without_times(inventory))
         self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
         return True
