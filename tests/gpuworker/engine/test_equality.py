@@ -45,6 +45,7 @@ def driver(
     prefix_caching: bool = True,
     num_blocks: int = 0,
     max_model_len: int = 0,
+    host_memory: int | None = None,
 ) -> EngineDriver:
     """Return an engine on a tiny checkpoint; the small budget makes prefills go in chunks beside decodes."""
     settings = GpuWorkerSettings(
@@ -57,6 +58,7 @@ def driver(
         max_num_batched_tokens=48,
         max_num_seqs=8,
         prefix_caching=prefix_caching,
+        host_memory=host_memory,
         threads=1,
     )
     plane = assemble(settings)
@@ -232,4 +234,60 @@ def test_prompts_go_on_from_checkpoints_of_states(kind: str, model_impl: ModelIm
         assert engine.channel.ledger is not None
         # The prompt that parts has K and V of what it shares.
         assert engine.channel.ledger.pool_counts().totals.misses_by_reason["unresumable"] == 1
+        engine.assert_all_free()
+
+
+# Of each pool, pages that hold hardly more than one talk with its output.
+IN_HOST = [
+    *(("gemma2", "transformers", 56), ("gpt_oss", "transformers", 60), ("llama4_text", "transformers", 60)),
+    *(("gemma4_text", "transformers", 70), ("qwen3_next", "transformers", 60), ("lfm2", "transformers", 40)),
+    *((kind, "native", pages) for kind, pages in (("gemma4_text", 70), ("qwen3_next", 60), ("lfm2", 40))),
+]
+
+
+@pytest.mark.parametrize(("kind", "model_impl", "pages"), [each for each in IN_HOST if each[:2] in CASES])
+def test_what_groups_lost_comes_back_from_host_memory(kind: str, model_impl: ModelImpl, pages: int) -> None:
+    """Talks go on in turns, and each turn evicts what the others have: K and V, windows and states are loaded again."""
+    folder, talks = checkpoint(kind), [prompts()[-1], prompts()[-2][::-1], [*prompts()[2], *prompts()[1]]]
+    found = dict[bool, tuple[list[list[int]], int]]()
+    for host_memory in (None, 8 << 20):
+        said, answers, cached = [talk.copy() for talk in talks], list[list[int]](), 0
+        with driver(kind, model_impl, 4, num_blocks=pages, max_model_len=112, host_memory=host_memory) as engine:
+            for _ in range(2):
+                for talk in said:
+                    (answer,) = engine.run([talk], 6)
+                    answers.append(answer)
+                    talk += [*answer, 7, 8]
+                    cached += list(engine.results.values())[-1].usage.cached_tokens
+            assert isinstance(engine.channel, EmbeddedChannel)
+            assert engine.channel.ledger is not None
+            totals = engine.channel.ledger.pool_counts().totals
+            assert (totals.host_loads > 0) == (host_memory is not None)
+            engine.channel.ledger.check_invariants()
+            engine.assert_all_free()
+        found[host_memory is not None] = answers, cached
+    asked, wanted = [talk.copy() for talk in talks], list[list[int]]()
+    for _ in range(2):
+        for talk in asked:
+            wanted.append(hf_greedy(folder, talk, 6))
+            talk += [*wanted[-1], 7, 8]
+    assert found[True][0] == found[False][0] == wanted
+    assert found[True][1] > found[False][1], "host memory has what the pool lost"
+
+
+@pytest.mark.parametrize(("kind", "model_impl", "pages"), [each for each in IN_HOST if each[:2] in CASES])
+def test_preempted_sequences_of_groups_are_swapped(kind: str, model_impl: ModelImpl, pages: int) -> None:
+    """Sequences that outgrow the pool take turns, forks beside them: what one has lost, its next grant loads."""
+    asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
+    wanted = [hf_greedy(checkpoint(kind), prompt, 40) for prompt in asked]
+    with driver(kind, model_impl, 4, num_blocks=pages, max_model_len=100, host_memory=8 << 20) as engine:
+        assert engine.run(asked, 40) == wanted
+        first = engine.submit(asked[0], 40)
+        forks = [engine.submit(asked[0], 40, fork_of=first) for _ in range(3)]
+        engine.finish()
+        assert [engine.results[each].tokens for each in (first, *forks)] == [wanted[0]] * 4
+        assert sum(result.preemptions for result in engine.results.values()) > 0
+        assert isinstance(engine.channel, EmbeddedChannel)
+        assert engine.channel.ledger is not None
+        assert engine.channel.ledger.pool_counts().totals.host_loads > 0
         engine.assert_all_free()
