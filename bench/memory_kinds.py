@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 from transformers import CONFIG_MAPPING
 
+from bench.lib.checkpoints import HYBRID
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.kv_groups import HYBRIDS, MODELS, capacity_figures, hit_figures, hybrid_hit_figures
 from bench.lib.models import data_plane, plane_worker
@@ -89,27 +90,6 @@ _SMALL: Final = {
     "max_position_embeddings": 4096,
 }
 # Six layers of the gated delta rule and two that attend, with experts, as Qwen3-Next has them.
-_HYBRID: Final = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "initializer_range": 0.1,
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 _BLOCK_SIZE, _ROWS = 16, 8
 
 
@@ -210,7 +190,7 @@ def hybrid_figures(rounds: int, size: Size) -> Iterator[tuple[str, float, str]]:
 
     `hosted` is on transformers' code, `native` in C++.
     """
-    hosted, native = _plane(size, _HYBRID), _plane(size, _HYBRID, "native")
+    hosted, native = _plane(size, HYBRID), _plane(size, HYBRID, "native")
     with plane_worker(hosted, _BLOCK_SIZE) as on_theirs, plane_worker(native, _BLOCK_SIZE) as on_ours:
         workers = {"hosted": on_theirs, "native": on_ours}
         for rows in (1, _ROWS):

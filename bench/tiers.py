@@ -1,6 +1,7 @@
 """What the host tier gains and costs: an engine whose evicted blocks stay in host memory against one without.
 
     python -m bench.tiers --json
+    python -m bench.tiers --only talks --shape windows    where some layers have a window; states: where they keep some
 
 Both engines run the same random Llama shape on the CPU, over ledgers of their own, in interleaved pairs of alternating
 order. Five loads:
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.checkpoints import MEDIUM, SMALL
+from bench.lib.checkpoints import HYBRID, MEDIUM, SMALL, WINDOWED
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.workers import BenchWorker, Run
@@ -46,11 +47,12 @@ from gpuworker.memory.byte_plan import frame_bytes
 from gpuworker.memory.disk_frames import DiskFrames, size_of
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import attending_groups, state_group
 from gpuworker.plane.assembly import ModelPlane
 from kvmanager.contracts.counts import Totals
 
 BLOCK_SIZE = 16
-SHAPES = {"small": SMALL, "128m": MEDIUM}
+SHAPES = {"small": SMALL, "128m": MEDIUM, "windows": WINDOWED, "states": HYBRID}
 _VOCABULARY = 2000
 _SAVE_SECONDS = 120.0
 
@@ -127,10 +129,21 @@ def _later(run: Run) -> list[float]:
 @contextmanager
 def engines(plane: ModelPlane, sizes: Sizes, frames: int) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Run an engine with frames and one without, each with a pool of the load's size."""
-    changes: dict[str, Any] = {"num_blocks": sizes.blocks, "max_num_seqs": sizes.sequences}
+    changes: dict[str, Any] = {"num_blocks": pages_of(plane, sizes.blocks), "max_num_seqs": sizes.sequences}
     with ExitStack() as stack:
-        tiered = stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes, host_frames=frames))
+        tiered = stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes, host_frames=pages_of(plane, frames)))
         yield tiered, stack.enter_context(plane_worker(plane, BLOCK_SIZE, **changes))
+
+
+def pages_of(plane: ModelPlane, blocks: int) -> int:
+    """Return the pages of a pool for so many blocks of each group, and a checkpoint of states for each turn of talks.
+
+    Where the pool has no groups, they are the blocks.
+    """
+    groups = plane.identity.kv_geometry.groups
+    states = state_group(groups)
+    pages = blocks * sum(group.pages for group in attending_groups(groups)) if groups else blocks
+    return pages if states is None else pages + blocks * BLOCK_SIZE // (192 + 16) * states.pages
 
 
 def drive(worker: BenchWorker, sizes: Sizes, workload: Workload, salt: str) -> Run:
@@ -359,7 +372,7 @@ def load_over_memcpy(plane: ModelPlane, rounds: int = 41) -> float:
 def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=5, help="interleaved pairs of each load")
-    flags.add_argument("--shape", choices=SHAPES, default="small", help="the model: a small one, or one of 128 M")
+    flags.add_argument("--shape", choices=SHAPES, default="small", help="the model: small ones, or one of 128 M")
     flags.add_argument("--dtype", default="float32", help="type of weights and of K and V")
     flags.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     flags.add_argument("--only", choices=[*loads(1.0), "restart", "saving"], help="one load alone")

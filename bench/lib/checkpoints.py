@@ -45,6 +45,47 @@ MEDIUM: Final[Mapping[str, object]] = {
     "rope_theta": 500000.0,
 }
 """128.4 million parameters; the shape of the peers' model."""
+HYBRID: Final[Mapping[str, object]] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "initializer_range": 0.1,
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+"""A small qwen3_next: three of four layers keep states."""
+WINDOWED: Final[Mapping[str, object]] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "initializer_range": 0.1,
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "max_position_embeddings": 4096,
+}
+"""A small gemma4: five of six layers have a window."""
 MAX_MODEL_LEN: Final = 2048
 
 
