@@ -133,7 +133,8 @@ class Attach:
     whose session it replaces. Everybody else gets `public_incarnation`.
     `max_num_seqs` bounds the sequences that hold block tables at once (running and draining): M admits no more.
     `reset` is the id of the last reset of the prefix cache that W carried out in this incarnation; 0: none.
-    `host_frames` are the blocks that W can keep in host memory beside those of its pool, `disk_frames` those on disk.
+    `host_frames` are the blocks that W can keep in host memory beside those of its pool, or the pages where the pool
+    has groups; `disk_frames` are those on disk.
     Peers fetch blocks at `data_address`; "" serves none. Workers whose images have one `image_format` can fetch from
     each other; b"" fetches none.
     """

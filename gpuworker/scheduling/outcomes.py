@@ -36,7 +36,7 @@ class AgentConfig:
     min_partial_block: int = MIN_PARTIAL_BLOCK
     groups: tuple[KvGroup, ...] = ()
     host_frames: int = 0
-    """Blocks that host memory keeps beside those of the pool."""
+    """Blocks, or pages where the pool has groups, that host memory keeps beside those of the pool."""
     disk_frames: int = 0
     """Blocks that the disk cache keeps beside both."""
     serves_peers: bool = False

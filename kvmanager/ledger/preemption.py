@@ -336,7 +336,7 @@ def _record(
 ) -> str:
     blocks, size = state.store.blocks, state.config.block_size
     lost, work = tokens_lost(victim, blocks, size), work_lost(victim, blocks, size)
-    kept = state.config.frames // sum(state.config.block_pages)
+    kept = state.config.frames // state.config.stall_pages
     loadable = min(max(0, work - lost), kept * size)
     if loadable:
         what = f"the sealed blocks of {loadable} tokens go to frames if they are evicted, and are loaded again"

@@ -42,9 +42,14 @@ def held_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
 
 
 def host_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
-    """Return how many blocks each worker's host memory holds, and has room for; "" where no worker has any."""
-    found = [f"{each.worker_id} {each.host_held:,} of {each.host_frames:,}" for each in pools if each.host_frames]
-    return f"{listed(found, _MOST_NAMED)} blocks" if found else ""
+    """Return how many blocks each worker's host memory holds, and has room for; "" where no worker has any.
+
+    Where pools have groups, both are pages.
+    """
+    those = [each for each in pools if each.host_frames]
+    found = [f"{each.worker_id} {each.host_held:,} of {each.host_frames:,}" for each in those]
+    unit = "pages" if any(each.groups for each in those) else "blocks"
+    return f"{listed(found, _MOST_NAMED)} {unit}" if found else ""
 
 
 def disk_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:

@@ -64,6 +64,8 @@ def test_workers_with_host_memory_say_how_much_of_it_is_used() -> None:
     assert words == "worker-0 1,200 of 4,096 and worker-2 0 of 16 blocks"
     assert shown(host=words)[2] == f"Host memory: {words}"
     assert (host_words(pools[1:2]), [line for line in shown() if "Host" in line]) == ("", [])
+    pools[2].groups.add(pages=2)
+    assert host_words(pools[2:]) == "worker-2 0 of 16 pages"
 
 
 def test_workers_with_a_disk_cache_say_how_much_of_it_is_used() -> None:

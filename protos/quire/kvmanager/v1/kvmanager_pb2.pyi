@@ -289,7 +289,7 @@ class Attach(_message.Message):
     reset: _builtins.int
     """The id of the last reset of the prefix cache that this life of the worker carried out; 0: none."""
     host_frames: _builtins.int
-    """Blocks that the worker can keep in host memory, beside those of its pool."""
+    """Blocks that the worker can keep in host memory, beside those of its pool; pages where the pool has groups."""
     disk_frames: _builtins.int
     """Blocks that it can keep on disk."""
     data_address: _builtins.str
