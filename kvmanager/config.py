@@ -88,6 +88,10 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         True,
         description="workers with a data port fetch blocks from each other that they lack; off: each computes them",
     )
+    replicate: bool = Field(
+        DEFAULTS.replicate,
+        description="copy prefixes that several workers are asked for into the host memory of others",
+    )
     backfill: bool = Field(
         DEFAULTS.backfill,
         description="requests pass one that lacks blocks if they end before it can have them, or leave it enough",

@@ -83,6 +83,8 @@ MAX_WORKER_BLOCKS: Final = 1 << 20
 # worker that has all of them cached, in steps of some 10 ms, up to 40 ms on a busy machine.
 MAX_PINS: Final = 256
 MAX_PINNED_BLOCKS: Final = 65_536
+# Of a prefix that is to come to a worker ahead of need: its blocks are looked for in one turn, some 10 ms.
+MAX_PREFETCHED_BLOCKS: Final = 1 << 13
 # Characters of a pin's name, and of its tenant: a tenant's name, or an address where callers have no keys.
 MAX_PIN_NAME_CHARS: Final = 64
 MAX_PINNED_TENANT_CHARS: Final = 128

@@ -155,6 +155,7 @@ class DecisionKind(StrEnum):
     QUEUED = "queued"
     SHORTFALL = "shortfall"
     OUTCOME = "outcome"
+    PREFETCH = "prefetch"
 
 
 class ShortfallReason(StrEnum):

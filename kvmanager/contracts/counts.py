@@ -19,7 +19,8 @@ class Totals:
     are blocks that transfers brought to disk and back, peer loads those that came from peers, `disk_lost` contents that
     could not be read, with what was behind them, and `unsaved` those for which no frame could be had. `fetches` counts
     sequences that waited for transfers, `transfer_ends` transfers by how they ended. `broken_stalls` counts preemptions
-    that were ordered because work stood still.
+    that were ordered because work stood still. `ahead_loads` counts the blocks that came ahead of need, by the kind of
+    the wish: "prefetch" or "replica".
     """
 
     preemptions: int = 0
@@ -50,6 +51,7 @@ class Totals:
     recompute_hit_blocks: int = 0
     misses_by_reason: dict[str, int] = field(default_factory=dict)
     transfer_ends: dict[str, int] = field(default_factory=dict)
+    ahead_loads: dict[str, int] = field(default_factory=dict)
 
     def count_admission(self, queried: int, hits: int, reason: str, recompute: bool) -> None:
         """Count one admission. A prompt below a block makes no query, which differs from a query without hits."""
@@ -63,7 +65,8 @@ class Totals:
         self.misses_by_reason[reason] = self.misses_by_reason.get(reason, 0) + 1
 
     def clone(self) -> Totals:
-        return replace(self, misses_by_reason=self.misses_by_reason.copy(), transfer_ends=self.transfer_ends.copy())
+        by_key = {name: getattr(self, name).copy() for name in ("misses_by_reason", "transfer_ends", "ahead_loads")}
+        return replace(self, **by_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class PoolCounts:
     `lacking` are those of the running sequences that can compute nothing before they get a block. Where the pool has
     groups, free, leased, used and cached blocks are counted in pages. Of the `host_frames` of the worker's host memory,
     `host_held` hold a block's content; so do `disk_held` of the `disk_frames`. `fetching` of the waiting sequences wait
-    for transfers. A disk that the worker has given up (`disk_closed`) has no frames.
+    for transfers. A disk that the worker has given up (`disk_closed`) has no frames. `ahead` prefixes are to come that
+    nobody waits for.
     """
 
     num_blocks: int
@@ -110,3 +114,4 @@ class PoolCounts:
     disk_held: int = 0
     fetching: int = 0
     disk_closed: bool = False
+    ahead: int = 0

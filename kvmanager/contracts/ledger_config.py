@@ -202,7 +202,7 @@ class ManagerConfig(LedgerOptions):
     """The configuration of a manager and of all its ledgers. `identity` None: the first attach fixes it.
 
     Pins of one tenant keep at most `pin_share` of a worker's blocks. `max_blocks` bounds the blocks of all workers
-    together: a ledger has a record for each block.
+    together: a ledger has a record for each block. With `replicate`, hot prefixes are copied to further workers.
     """
 
     identity: PoolIdentity | None = None
@@ -210,6 +210,7 @@ class ManagerConfig(LedgerOptions):
     max_workers: int = 512
     max_blocks_per_worker: int = MAX_WORKER_BLOCKS
     max_blocks: int = 1 << 23
+    replicate: bool = False
 
 
 DEFAULTS: Final = ManagerConfig()

@@ -204,6 +204,8 @@ def _transfers(state: LedgerState) -> None:
     _check(transfers.saves == sum(move.saves for move in transfers.open.values()), "saves are miscounted")
     fetching = {move.hash: number for number, move in transfers.open.items() if not move.saves}
     _check(transfers.fetching == fetching, "the fetches by hash are other ones than those that are open")
+    ahead = state.ahead.part.open if state.ahead.part is not None else set[int]()
+    _check(ahead <= set(fetching.values()), "what comes ahead of need is no open fetch")
     waiting = {(each, number) for number, found in transfers.waiting.items() for each in found}
     wanted = {
         (each, number)

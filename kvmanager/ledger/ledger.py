@@ -18,6 +18,7 @@ from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import BlockTable, Sequence, table_of
 from kvmanager.ledger import (
+    ahead,
     block_granter,
     chunked_grants,
     evicting,
@@ -29,6 +30,7 @@ from kvmanager.ledger import (
     runway,
     transfers,
 )
+from kvmanager.ledger.ahead_table import AheadKind, Answer
 from kvmanager.ledger.audit import audit
 from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, uses_of_groups, view_of
 from kvmanager.ledger.ledger_state import LedgerState
@@ -106,6 +108,8 @@ class Ledger:
         reset, tier = worker.resets.take_reset(), state.take_tier_copies() if state.tier_copies else ()
         if state.transfers.to_save:
             transfers.order_saves(state)
+        if state.ahead.wishes:
+            ahead.order_part(state)
         moves = state.transfers.take_orders() if state.transfers.orders else ()
         if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset or tier or moves):
             return None
@@ -242,6 +246,15 @@ class Ledger:
             )
             self.state.decisions.record(DecisionKind.PIN, why, None, reasons, figures)
 
+    def wish_prefix(self, kind: AheadKind, block_hashes: Items[BlockHash], why: str) -> Answer:
+        """Let a prefix come into the worker's host memory although nobody waits for it. Call `schedule` next."""
+        return ahead.wish_prefix(self.state, kind, block_hashes, why)
+
+    @property
+    def part_due(self) -> bool:
+        """Whether `schedule` would order something that nobody waits for, or might."""
+        return bool(self.state.ahead.wishes) and ahead.may_order(self.state, self.state.clock.monotonic())
+
     @property
     def reset_pending(self) -> bool:
         """Whether the worker has still to confirm the latest reset."""
@@ -256,14 +269,7 @@ class Ledger:
 
     def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
         """Return how many leading blocks of block_hashes[first:end] the worker has in the pool or in host memory."""
-        cache, place = self.state.store.cache, first
-        while place < end:
-            block_hash, parent = block_hashes[place], block_hashes[place - 1] if place else ROOT
-            below = cache.tier is not None and cache.tier.find_run(block_hashes, place, place + 1, cache.ambiguous)
-            if not below and cache.find_registered_block(block_hash, parent, place) is None:
-                break
-            place += 1
-        return place - first
+        return ahead.count_there(self.state, block_hashes, first, end)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
@@ -308,7 +314,7 @@ class Ledger:
             uses_of_groups(state.store) if state.config.groups else (), state.config.frames,
             0 if state.store.tier is None else state.store.tier.held, 0 if closed else state.config.saved_frames,
             len(state.store.cache.saved),
-            fetching, closed,
+            fetching, closed, len(state.ahead.wishes),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

@@ -31,6 +31,7 @@ from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.ports import FindPeer
 from kvmanager.contracts.sequence import Run, Sequence
+from kvmanager.ledger.ahead_table import AheadTable
 from kvmanager.ledger.backfill import Reservation
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -41,7 +42,7 @@ class LedgerState:
     """The parts of one worker's ledger. Parts do not know each other."""
 
     __slots__ = (
-        "admission", "clock", "config", "decisions", "peers", "sequences", "store", "tier_copies", "totals",
+        "admission", "ahead", "clock", "config", "decisions", "peers", "sequences", "store", "tier_copies", "totals",
         "transfers", "worker",
     )  # fmt: skip
 
@@ -65,6 +66,7 @@ class LedgerState:
         self.worker = WorkerView()
         self.tier_copies: list[TierCopy] = []
         self.transfers = TransferTable()
+        self.ahead = AheadTable()
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""

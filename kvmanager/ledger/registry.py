@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Final
 
 from common.contracts.clock import Clock
 from common.contracts.errors import IdentityMismatch, NotFound
@@ -20,8 +22,11 @@ from common.contracts.types import BlockHash
 from kvmanager.cache.pins import Pin, PinBook
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
+from kvmanager.ledger import ahead
+from kvmanager.ledger.ahead_table import AheadKind, Answer
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.peers import ServingPeer, find_peer
+from kvmanager.ledger.replication import HotPrefixes, Standing, choose_worker
 
 
 @dataclass(slots=True)
@@ -59,6 +64,8 @@ class WorkerRegistry:
         self.pins = PinBook(config.pin_share)
         # The id of the latest reset of the prefix cache; 0: there was none.
         self.last_reset = 0
+        # What prompts have in common at several workers; None: nothing is copied for that.
+        self.hot = HotPrefixes() if config.replicate else None
         # Makes the tokens with which workers fetch from each other; b"": they do not.
         self.transfer_key = b""
 
@@ -160,6 +167,41 @@ class WorkerRegistry:
         ready = [(each.attach, each.ledger) for each in self._registrations.values() if each.ready]
         return find_peer(asking, ready, self.transfer_key, self._clock, block_hashes, first, end)
 
+    # ------------------------------------------------------------ copies ahead of need
+
+    def wish_prefix(self, worker_id: str, block_hashes: Items[BlockHash], why: str) -> Answer:
+        """Let a prefix come into a worker's host memory although nobody waits for it. Raises NotFound.
+
+        Call `schedule` of its ledger next.
+        """
+        return self.ledger(worker_id).wish_prefix(AheadKind.PREFETCH, block_hashes, why)
+
+    def note_prompts(self, worker_id: str, prompts: Items[Items[BlockHash]]) -> set[str]:
+        """Note the prompts that a worker has got, and let hot prefixes come to others; return these workers."""
+        return {each for hashes in prompts if hashes for each in self._replicate(worker_id, hashes)}
+
+    def _replicate(self, asked: str, hashes: Items[BlockHash]) -> Iterator[str]:
+        if self.hot is None:
+            return
+        now = self._clock.monotonic()
+        for hot in self.hot.note_prompt(now, asked, hashes):
+            prefix = hashes[: hot.blocks]
+            choice = choose_worker(hot, asked, self._standings(asked, prefix))
+            if choice is None or not self.hot.may_copy(now, prefix[-1], choice.worker_id):
+                continue
+            if self.ledger(choice.worker_id).wish_prefix(AheadKind.REPLICA, prefix, choice.why).blocks:
+                yield choice.worker_id
+            return
+
+    def _standings(self, asked: str, prefix: Items[BlockHash]) -> Iterator[Standing]:
+        """Yield the worker that was asked, and some that fetch from others."""
+        able = (each for each in self._registrations.values() if each.ready and each.ledger.state.peers is not None)
+        others = (each for each in able if each.attach.worker_id != asked)
+        for each in (*islice(others, _MOST_LOOKED_AT), self._registrations[asked]):
+            state = each.ledger.state
+            has = ahead.count_there(state, prefix, len(prefix) - 1, len(prefix)) > 0
+            yield Standing(each.attach.worker_id, has, len(state.sequences.queue), state.sequences.running)
+
     # ------------------------------------------------------------ sessions
 
     def is_current(self, registration: WorkerRegistration) -> bool:
@@ -210,6 +252,10 @@ class WorkerRegistry:
     def workers(self) -> tuple[str, ...]:
         """Return the ids of the attached workers, sorted."""
         return tuple(sorted(worker for worker, each in self._registrations.items() if each.ready))
+
+
+_MOST_LOOKED_AT: Final = 32
+"""Workers that are looked at for each hot prompt."""
 
 
 def _exceeds(what: str, most: int, flag: str, retry: bool = False) -> AttachRejected:

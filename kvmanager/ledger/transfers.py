@@ -67,12 +67,7 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     sequence.asked_peers = True
     if run is None or state.store.tier is None:
         return False
-    tier, behind = state.store.tier, run.behind
-    if behind:
-        tier.hold(behind)
-    awaited = _order_fetches(state, sequence.block_hashes, run)
-    if behind:
-        tier.release(behind)
+    awaited = order_run(state, sequence.block_hashes, run)
     if not awaited:
         return False
     source = mode(_source_of(state, number) for number in awaited)
@@ -85,6 +80,18 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     state.totals.fetches += 1
     grant_records.record_wait(state, sequence, (ShortfallReason.FETCH.value, source), (len(awaited), len(awaited)))
     return True
+
+
+def order_run(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:
+    """Order what is to be fetched of a run, as far as frames can be had; return the ids of all its transfers."""
+    tier = state.store.tier
+    assert tier is not None, "only a worker with host memory has runs"
+    if run.behind:
+        tier.hold(run.behind)
+    ordered = _order_fetches(state, hashes, run)
+    if run.behind:
+        tier.release(run.behind)
+    return ordered
 
 
 def _source_of(state: LedgerState, number: int) -> str:
@@ -139,6 +146,21 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
     return FetchRun(first, frames, behind, peer) if frames else None
 
 
+def find_ahead(state: LedgerState, hashes: list[BlockHash], first: int, end: int) -> FetchRun | None:
+    """Return the longest run of hashes[first:end] that the disk has or a peer, whatever it costs; None: there is none.
+
+    The worker has the blocks before it.
+    """
+    store = state.store
+    assert store.tier is not None
+    own, (peer, frames) = _find_on_disk(state, hashes, first, end), _find_at_peer(state, hashes, first, end)
+    if len(own) >= len(frames):
+        peer, frames = None, own
+    parent = hashes[first - 1] if first else ROOT
+    behind = [] if parent in store.cache.entries or not parent else [store.tier.entries[parent]]
+    return FetchRun(first, frames, behind, peer) if frames else None
+
+
 def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], first: int, end: int) -> int:
     """Return how many blocks of hashes[first:end] are being fetched, from the first one on."""
     for place in range(first, end):
@@ -155,8 +177,9 @@ def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], f
 
 def _room(state: LedgerState, tier: FrameTier) -> int:
     """Return how many blocks may be fetched now."""
-    most = int(LANDING_SHARE * len(tier.frames)) - len(tier.expected)
-    return min(most, MOST_FETCHES - len(state.transfers.fetching))
+    ahead = state.ahead.open  # what nobody waits for takes nothing from those who wait
+    most = int(LANDING_SHARE * len(tier.frames)) - len(tier.expected) + ahead
+    return min(most, MOST_FETCHES - len(state.transfers.fetching) + ahead)
 
 
 def _find_on_disk(state: LedgerState, hashes: list[BlockHash], first: int, end: int) -> list[FrameId]:
@@ -312,6 +335,7 @@ def end_transfers(state: LedgerState, ended: Iterable[tuple[int, TransferEnd]]) 
             _end_save(state, transfer, end)
         else:
             _end_fetch(state, transfer, end)
+        state.ahead.note_end(number, end)
         for waiting in transfers.waiting.pop(number, ()):
             _note_end(state, state.sequences.live[waiting], number, end)
 
@@ -370,6 +394,7 @@ def _may_enter(state: LedgerState, tier: FrameTier, transfer: Transfer) -> bool:
 def void_all(state: LedgerState) -> None:
     """Forget all transfers, because the cache is reset; who waits for one is queued again."""
     state.transfers = TransferTable(state.transfers)
+    state.ahead.clear()
     for each in state.sequences.fetching:
         sequence = state.sequences.live[each]
         if sequence.fetch is not None:

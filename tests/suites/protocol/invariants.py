@@ -3,7 +3,8 @@
 Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I24 is that a peer
 would get what it asks for, or nothing. I25 is that no transfer touches a place while a copy does. I28 is that a row
 goes on from the states of its own tokens, I31 that no checkpoint stands behind a sequence's last token. I33 is that
-messages tell of no groups where the pool has none.
+messages tell of no groups where the pool has none. I27 is that what comes ahead of need keeps its bounds, and that
+nobody waits because of it.
 
 I15, the order in which blocks are granted, is checked by `liveness.py` alone.
 """
@@ -18,6 +19,7 @@ from common.contracts.lease import GrantBatch, TierCopy
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, SequenceId
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from kvmanager.contracts.block import group_in, hash_in, key_of
+from kvmanager.ledger.ahead import MOST_WISHES
 from kvmanager.ledger.audit import InvariantBroken
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.preemption import running_sequences, seniority
@@ -111,10 +113,40 @@ def _pages_are_in_one_block(world: World) -> None:
 
 def _check_ledger(world: World, ledger: Ledger) -> None:
     audit(ledger)
+    if world.scenario.wishes:
+        _ahead_is_bounded(ledger)
     if not world.scenario.window:
         _map_is_prefix_closed(ledger, world.scenario.block_size)
     if world.scenario.groups and {key for key, _ in ledger.index_snapshot().entries} != _members(world, ledger):
         raise Violation("I29", "what the index is told is not what every group has")
+
+
+def check_part(ledger: Ledger) -> None:
+    """I27, where blocks were just ordered ahead of need: they are few, and nobody waits for a transfer."""
+    state, part = ledger.state, ledger.state.ahead.part
+    if part is None or not part.open:
+        return
+    frames = state.config.frames
+    if len(part.open) > max(1, frames // 8):
+        raise Violation("I27", f"{len(part.open)} blocks were ordered at once ahead of need")
+    if state.sequences.fetching:
+        raise Violation("I27", "blocks were ordered ahead of need while a sequence waits for others")
+    if part.open != {number for number in state.transfers.open if number in part.open}:
+        raise Violation("I27", "a part has transfers that are not open")
+
+
+def _ahead_is_bounded(ledger: Ledger) -> None:
+    """I27: wishes are few and so are their blocks; a sequence waits for blocks of its own prompt alone."""
+    state, tier = ledger.state, ledger.state.store.tier
+    if len(state.ahead.wishes) > MOST_WISHES or (tier is not None and state.ahead.blocks > len(tier.frames) // 4):
+        raise Violation("I27", f"{state.ahead.blocks} blocks are to come ahead of need")
+    if state.ahead.part is not None and not state.ahead.wishes:
+        raise Violation("I27", "blocks come ahead of need, and nobody wants them")
+    for each in state.sequences.fetching:
+        sequence = state.sequences.live[each]
+        awaited = sequence.fetch.open if sequence.fetch is not None else ()
+        if not {state.transfers.open[number].hash for number in awaited} <= set(sequence.block_hashes):
+            raise Violation("I27", f"sequence {sequence.id} waits for a block that it does not need")
 
 
 def audit(ledger: Ledger) -> None:
@@ -404,6 +436,8 @@ def check_quiescence(world: World) -> None:
         or ledger.state.transfers.open
     ):
         raise Violation("I8", "the manager keeps sequences, a queue, pending blocks, leases or transfers")
+    if ledger.state.ahead.wishes:
+        raise Violation("I27", "a prefix is to come ahead of need, and nothing brings it")
     if ledger.reset_pending:
         raise Violation("I11", "the worker has not confirmed the reset")
     if pool.available != len(pool.blocks):

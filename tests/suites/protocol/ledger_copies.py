@@ -66,6 +66,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     worker = old.worker
     new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
     new.tier_copies, new.transfers, new.peers = old.tier_copies.copy(), old.transfers.copy(), old.peers
+    new.ahead = old.ahead.copy()
     return new
 
 
@@ -207,7 +208,8 @@ def _tier_key(state: LedgerState) -> tuple[object, ...]:
     held = [(tuple(tier.frames.hash), tuple(tier.free), tuple(tier.order), frozenset(tier.expected)) for tier in tiers]
     parts = tuple([frozenset(tier.frames.others.items()) for tier in tiers])
     moves = state.store.disk is not None or state.peers is not None
-    return tuple(held), parts, tuple(state.tier_copies), state.transfers.key() if moves else None
+    ahead = state.ahead.key(state.clock.monotonic())
+    return tuple(held), parts, tuple(state.tier_copies), (state.transfers.key(), ahead) if moves else None
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:

@@ -13,9 +13,12 @@ from kvmanager.contracts import epochs
 from kvmanager.contracts.block import key_of
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import ManagerConfig
+from kvmanager.ledger.ahead_table import AheadKind
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.registry import WorkerRegistry
+from tests.suites.protocol import content
 from tests.suites.protocol.index import Replaced, Wiped
+from tests.suites.protocol.invariants import check_part
 from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 
 CLOCK = ManualClock()
@@ -87,7 +90,10 @@ class ManagerSide(State):
         return True
 
     def _answer(self, link: Link, manager: ModelManager, ledger: Ledger, most: int | None = None) -> None:
+        before = ledger.state.ahead.part
         batch = ledger.schedule(most)
+        if ledger.state.ahead.part is not before:
+            check_part(ledger)
         if batch is not None and not link.deaf:
             link.to_worker = (*link.to_worker, batch)
         self._publish(manager, ledger)
@@ -117,6 +123,27 @@ class ManagerSide(State):
         if self.scenario.with_index:
             self.republish(manager)
         self._answer(link, manager, served.ledger)
+
+    def is_wished_at(self, manager: ModelManager) -> bool:
+        """Return whether somebody may wish for a prompt at a manager: the worker is attached there."""
+        session = manager.session()
+        return manager.alive and session is not None and session.ready
+
+    def wish(self, number: int) -> bool:
+        """Somebody wants one of the prompts, another one each time, in host memory; nobody waits for it."""
+        manager, size = self.managers[number], self.scenario.block_size
+        session = manager.session()
+        assert session is not None
+        self.wishes_left -= 1
+        tokens = self.scenario.requests[5 * self.wishes_left % len(self.scenario.requests)].prompt
+        nodes = content.path(tokens)
+        hashes = [content.key(nodes[end - 1], size) for end in range(size, len(tokens) + 1, size)]
+        session.ledger.wish_prefix(AheadKind.PREFETCH, hashes, "")
+        for link in self.links:
+            if link.served is session:
+                self._answer(link, manager, session.ledger)
+        self._publish(manager, session.ledger)
+        return True
 
     def reset(self, number: int) -> bool:
         """An operator resets the prefix cache. What it drops is known where the worker has its latest session.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 
+from tests.suites.protocol.ahead_mutants import AHEAD_MUTANTS
 from tests.suites.protocol.content_mutants import CONTENT_MUTANTS
 from tests.suites.protocol.group_mutants import GROUP_MUTANTS
 from tests.suites.protocol.group_tier_mutants import GROUP_TIER_MUTANTS
@@ -26,7 +27,7 @@ def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-_TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS)
+_TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS, *AHEAD_MUTANTS)
 _OF_CONTENT = (
     *CONTENT_MUTANTS,
     *GROUP_MUTANTS,

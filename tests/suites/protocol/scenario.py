@@ -67,7 +67,7 @@ class Scenario:
     Where the pool has `groups`, `num_blocks` counts pages. `frames` are those of the worker's host memory, `disk` those
     on its disk, which has the full blocks of `warm` from an earlier life.
     Each `peers`-th prompt (0: none) is at a peer with all its blocks, as the manager believes. What a fetch of one of
-    them brings is its content, or it ends as one of `peer_ends` says.
+    them brings is its content, or it ends as one of `peer_ends` says. Prompts are wished for ahead of need, so often.
     """
 
     requests: tuple[Request, ...]
@@ -78,6 +78,7 @@ class Scenario:
     warm: tuple[int, ...] = ()
     peers: int = 0
     peer_ends: tuple[TransferEnd, ...] = tuple(TransferEnd)
+    wishes: int = 0
     budget: int = 4
     long_prefill_cap: int = 0
     runway_slots: int = 2

@@ -216,6 +216,20 @@ TINY: dict[str, Scenario] = {
         faults={"worker_crash": 1, "hand_over": 1},
     ),
     "peers_stale": Scenario(TURNS, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=STALE),
+    "ahead": Scenario(FETCHED[:1], 4, frames=8, budget=6, peers=1, peer_ends=HALF, wishes=2),
+    "ahead_stale": Scenario(
+        (replace(FETCHED[0], no_cache=True),), 4, frames=8, budget=6, peers=1, peer_ends=STALE, wishes=2
+    ),
+    "ahead_reset": Scenario(
+        *(FETCHED[:1], 4),
+        frames=8,
+        budget=6,
+        peers=1,
+        peer_ends=STALE,
+        wishes=1,
+        max_faults=2,
+        faults={"reset": 1, "stream_break": 1},
+    ),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -412,6 +426,10 @@ LARGE: dict[str, Scenario] = {
     "peers_disk": Scenario(_IN_TURNS, 6, frames=6, disk=9, budget=5, peers=2, max_num_seqs=2, with_index=True),
     "peers_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, peers=1, partly=True, max_num_seqs=2),
     "peers_mixed": Scenario(_MIXED, 8, frames=6, budget=4, peers=1, with_index=True),
+    "ahead": Scenario(_IN_TURNS, 6, frames=16, budget=5, peers=1, wishes=8, max_num_seqs=2, with_index=True),
+    "ahead_few": Scenario(_IN_TURNS, 7, frames=8, budget=4, peers=2, wishes=12, max_num_seqs=2),
+    "ahead_disk": Scenario(_IN_TURNS, 6, frames=12, disk=9, budget=5, peers=2, wishes=8, max_num_seqs=2),
+    "ahead_mixed": Scenario(_MIXED, 8, frames=16, budget=4, peers=1, wishes=8, with_index=True),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
     "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),

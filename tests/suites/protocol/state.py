@@ -118,6 +118,8 @@ class State:
     coming: tuple[Transfer, ...]
     writing: tuple[Write, ...]
     landing: tuple[tuple[Transfer, Image], ...]
+    # How often a prompt may still be wished for ahead of need.
+    wishes_left: int
     # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.
     states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.

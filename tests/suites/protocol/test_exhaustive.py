@@ -23,12 +23,13 @@ QUICK = (
     *("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants"),
     *("window_reuse", "window_full_reuse", "chunk", "compound", "three"),
     *("state", "state_together", "state_tight"),
+    "ahead_stale",
 )
 SMALL = (
     *("break", "break_stop", "reset", "hand_over"),
     *("window_full", "window_full_break", "compound_break", "compound_pressure"),
     *("state_break", "state_break_reuse", "state_window", "state_drafts"),
-    "frames",
+    *("frames", "ahead"),
 )
 WIDE = tuple(name for name in TINY if name not in (*QUICK, *SMALL))
 LATE = ("disk", "disk_rots", "disk_reset")

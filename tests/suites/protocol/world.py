@@ -50,6 +50,7 @@ class World(WorkerSide, ManagerSide):
         self.delivered: list[list[int]] = [[] for _ in scenario.requests]
         self.ended: list[FinishReason | None] = [None] * len(scenario.requests)
         self.faults_left = dict(scenario.faults)
+        self.wishes_left = scenario.wishes
         self.faults_in_all = scenario.max_faults
         self.worker_touched = self.managers_touched = True
         self.worker_hash = self.managers_hash = None
@@ -75,6 +76,8 @@ class World(WorkerSide, ManagerSide):
             found += [("come", end) for end in self.scenario.peer_ends] if self.coming else []
             found += [("write", 0)] if self.writing else []
             found += [("land", 0)] if self.landing else []
+        if self.wishes_left:
+            found += [("wish", n) for n, m in enumerate(self.managers) if self.is_wished_at(m)]
         if self.scenario.with_index:
             found += [("flush", n) for n, m in enumerate(self.managers) if m.alive]
         return found
@@ -218,7 +221,7 @@ class World(WorkerSide, ManagerSide):
             (self.worker_hash, self.managers_hash),
             tuple([self._link_key(link) for link in self.links]),
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
-            (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
+            (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items()), self.wishes_left),
             (self.resets, self.kept_reset, self.dropped, self.void),
             (self.disk, self.reading, self.coming, self.writing, self.landing),
         )

@@ -1,0 +1,106 @@
+"""Prefixes that are to be in a worker's host memory before a sequence asks for them, and what is under way for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from common.contracts.transfers import TransferEnd
+from common.contracts.types import BlockHash
+
+
+class AheadKind(StrEnum):
+    """Who wants a prefix ahead of need: a caller, or the rule that copies hot prefixes."""
+
+    PREFETCH = "prefetch"
+    REPLICA = "replica"
+
+
+class Outcome(StrEnum):
+    """What became of the wish for a prefix: all of it is to come, a part of it, or nothing."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    REFUSED = "refused"
+
+
+class Answer(NamedTuple):
+    """`blocks` of a prefix are to come behind the `there` ones that are there. `why` says what keeps out the others."""
+
+    outcome: Outcome
+    there: int
+    blocks: int
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Wish:
+    """A prefix that is to come, up to its last block; `there` of them were there when it was asked for."""
+
+    kind: AheadKind
+    hashes: tuple[BlockHash, ...]
+    there: int
+    why: str
+    asked: float
+    came: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """Blocks of the first wish that were ordered at once; the transfers of `open` have not ended."""
+
+    open: set[int]
+    began: float
+    failed: int = 0
+
+
+class AheadTable:
+    """Wishes of one worker, the first one under way. No part is ordered before the clock reads `due`."""
+
+    __slots__ = ("due", "part", "wishes")
+
+    def __init__(self) -> None:
+        self.wishes: deque[Wish] = deque()
+        self.part: Part | None = None
+        self.due = 0.0
+
+    @property
+    def open(self) -> int:
+        """The transfers that have not ended."""
+        return len(self.part.open) if self.part is not None else 0
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that are still to come for all wishes."""
+        return sum(len(each.hashes) - each.there - each.came for each in self.wishes)
+
+    def find_wish(self, hashes: Items[BlockHash]) -> Wish | None:
+        """Return a wish that goes as far as a prefix, or further."""
+        return next((each for each in self.wishes if each.hashes[: len(hashes)] == tuple(hashes)), None)
+
+    def note_end(self, number: int, end: TransferEnd) -> None:
+        """Count a transfer that has ended, if it is one of the part under way."""
+        if self.part is not None and number in self.part.open:
+            self.part.open.discard(number)
+            self.part.failed += end is not TransferEnd.DONE
+
+    def clear(self) -> None:
+        """Forget everything: the cache was reset."""
+        self.wishes.clear()
+        self.part = None
+
+    def copy(self) -> AheadTable:
+        twin = AheadTable()
+        twin.due = self.due
+        twin.wishes.extend(Wish(e.kind, e.hashes, e.there, e.why, e.asked, e.came) for e in self.wishes)
+        if self.part is not None:
+            twin.part = Part(self.part.open.copy(), self.part.began, self.part.failed)
+        return twin
+
+    def key(self, now: float) -> tuple[object, ...]:
+        """Return what is to come, hashable; the clock counts from now on."""
+        part = self.part and (frozenset(self.part.open), now - self.part.began, self.part.failed)
+        return tuple((e.kind, e.hashes, e.there, e.came) for e in self.wishes), part, max(0.0, self.due - now)

@@ -1,0 +1,303 @@
+"""What a ledger orders of prefixes that nobody waits for: what it takes on, in which parts, when, and when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.contracts.clock import ManualClock
+from common.contracts.lease import CachedBlock, GrantBatch, Inventory
+from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferEnd
+from common.contracts.types import BlockHash, BlockId, DecisionKind, KvGroup, KvGroupKind
+from kvmanager.ledger import ahead
+from kvmanager.ledger.ahead_table import AheadKind, Answer, Outcome
+from tests.support.kvmanager.ledgers import finish, hashes, make_ledger, play, prompt, reserve, run_through
+
+TALK = prompt(20 * 16 + 1)
+KEYS = hashes(TALK)
+OTHER = hashes(prompt(3 * 16 + 1, start=900))
+PREFETCH = AheadKind.PREFETCH
+
+
+class Source:
+    """A peer that has so many leading blocks of each prompt."""
+
+    worker_id = "source"
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks, self.served = blocks, list[list[BlockHash]]()
+
+    def __call__(self, keys: Sequence[BlockHash], first: int, end: int) -> tuple[Source, int] | None:
+        return (self, min(self.blocks, end) - first) if min(self.blocks, end) > first else None
+
+    def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
+        self.served.append(list(keys))
+        return PeerSource("source", bytes(16), "source:7000", b"t" * 16, len(self.served))
+
+
+class Made:
+    """A ledger with frames, a disk and a peer, and the time of its clock."""
+
+    def __init__(self, blocks: int = 20, frames: int = 32, disk: int = 0, **options: Any) -> None:
+        self.clock, self.source = ManualClock(), Source(blocks)
+        self.ledger = make_ledger(24, clock=self.clock, host_frames=frames, disk_frames=8, **options)
+        saved = tuple(CachedBlock(BlockId(n), KEYS[n], -1, 0, KEYS[max(0, n - 1)], n) for n in range(disk))
+        self.ledger.rebuild(Inventory(saved=saved))
+        self.ledger.state.peers = self.source
+        self.ledger.schedule()
+
+    def wish(self, keys: Sequence[BlockHash], kind: AheadKind = PREFETCH) -> tuple[Answer, list[Transfer]]:
+        answer = self.ledger.wish_prefix(kind, keys, "somebody asks")
+        return answer, self.turn()
+
+    def turn(self) -> list[Transfer]:
+        return ordered(self.ledger.schedule())
+
+    def end(self, moves: Sequence[Transfer], by: TransferEnd = TransferEnd.DONE) -> list[Transfer]:
+        return ordered(play(self.ledger, ended=tuple((each.id, by) for each in moves)))
+
+    @property
+    def frames(self) -> list[BlockHash]:
+        tier = self.ledger.state.store.tier
+        assert tier is not None
+        return list(tier.entries)
+
+    def records(self) -> list[tuple[str, tuple[str, ...], dict[str, float]]]:
+        found = [each for each in self.ledger.drain_decisions() if each.kind is DecisionKind.PREFETCH]
+        return [(each.chosen, each.reasons, dict(each.figures)) for each in found]
+
+
+def ordered(batch: GrantBatch | None) -> list[Transfer]:
+    return list(batch.transfers) if batch is not None else []
+
+
+def depths(moves: Sequence[Transfer]) -> list[int]:
+    return [each.depth for each in moves]
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_a_prefix_comes_in_parts_parents_first_and_each_needs_the_one_before() -> None:
+    made = Made()
+    answer, moves = made.wish(KEYS[:7])
+    assert answer == (Outcome.ACCEPTED, 0, 7, "")
+    assert [(each.hash, each.depth, each.source) for each in moves] == [(KEYS[n], n, FROM_PEER) for n in range(4)]
+    assert {each.target.medium for each in moves} == {Medium.HOST}
+    assert made.end(moves[:3]) == [], "one of the part is still on its way"
+    moves = made.end(moves[3:])
+    assert depths(moves) == [4, 5, 6]
+    assert made.source.served == [list(KEYS[:4]), list(KEYS[4:7])], "a token is for the blocks of one part"
+    assert made.end(moves) == []
+    assert made.frames == list(KEYS[:7])
+    assert made.ledger.pool_counts().ahead == 0
+    assert made.ledger.pool_counts().totals.ahead_loads == {"prefetch": 7}
+
+
+def test_a_pause_follows_a_part_that_is_nine_times_as_long() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:8])
+    made.clock.advance(2.0)
+    assert (made.end(moves), made.ledger.part_due) == ([], False)
+    made.clock.advance(17.9)
+    assert (made.turn(), made.ledger.part_due) == ([], False)
+    made.clock.advance(0.2)
+    assert made.ledger.part_due
+    assert depths(made.turn()) == [4, 5, 6, 7]
+    assert not made.ledger.part_due, "it is under way"
+
+
+def test_a_prompt_is_granted_with_what_came_and_what_is_on_its_way() -> None:
+    made = Made(blocks=8)
+    _, moves = made.wish(KEYS[:8])
+    further = made.end(moves)
+    batch = play(made.ledger, reserve=(reserve(0, TALK[: 8 * 16 + 1]),))
+    assert batch is None, "it waits for the second part, which is on its way, and orders nothing"
+    batch = play(made.ledger, ended=tuple((each.id, TransferEnd.DONE) for each in further))
+    assert batch is not None
+    assert [each.cached_tokens for each in batch.admit] == [8 * 16]
+    assert made.source.served == [list(KEYS[:4]), list(KEYS[4:8])]
+
+
+def test_nothing_is_ordered_while_a_sequence_waits_for_a_transfer() -> None:
+    made = Made(blocks=3)
+    moves = ordered(play(made.ledger, reserve=(reserve(0, TALK[: 3 * 16 + 1]),)))
+    assert depths(moves) == [0, 1, 2]
+    made.source.blocks = 20
+    answer, further = made.wish(OTHER)
+    assert (answer.outcome, further) == (Outcome.ACCEPTED, [])
+    further = made.end(moves)
+    assert [each.hash for each in further] == list(OTHER)
+    batch = play(made.ledger, reserve=(reserve(1, prompt(3 * 16 + 1, start=500)),))
+    assert depths(ordered(batch)) == [0, 1, 2], "what nobody waits for delays no fetch"
+
+
+def test_what_comes_ahead_takes_no_room_from_fetches() -> None:
+    """Half of eight frames may be filled by fetches at once: four blocks, whatever else is on its way."""
+    made = Made(frames=8)
+    _, moves = made.wish(KEYS[:2])
+    assert depths(moves) == [0]
+    batch = play(made.ledger, reserve=(reserve(1, prompt(5 * 16 + 1, start=500)),))
+    assert depths(ordered(batch)) == [0, 1, 2, 3]
+
+
+def test_a_block_that_did_not_come_ends_the_wish_and_what_came_stays() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:8])
+    play(made.ledger, ended=((moves[1].id, TransferEnd.STALE),))
+    assert made.end([moves[0], *moves[2:]]) == []
+    assert made.frames == [KEYS[0]], "the others lack the block before"
+    assert made.ledger.pool_counts().ahead == 0
+    assert [each[0] for each in made.records()] == ["prefetch: accepted", "prefetch: 1 of 8 blocks came"]
+
+
+def test_wishes_come_one_after_the_other() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:3])
+    answer, further = made.wish(OTHER, AheadKind.REPLICA)
+    assert (answer.outcome, further) == (Outcome.ACCEPTED, [])
+    further = made.end(moves)
+    assert [each.hash for each in further] == list(OTHER)
+    made.end(further)
+    assert made.ledger.pool_counts().totals.ahead_loads == {"prefetch": 3, "replica": 3}
+
+
+def test_the_disk_is_a_source_too_and_goes_first_where_runs_are_equal() -> None:
+    made = Made(blocks=4, disk=4)
+    _, moves = made.wish(KEYS[:4])
+    assert [each.source.medium for each in moves] == [Medium.DISK] * 4
+    made = Made(blocks=4, disk=2)
+    _, moves = made.wish(KEYS[:4])
+    assert [each.source.medium for each in moves] == [Medium.PEER] * 4
+
+
+def test_a_wish_ends_where_nobody_has_the_next_block_and_begins_behind_what_is_there() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:8])
+    made.source.blocks = 0
+    made.ledger.state.peers = None
+    made.end(moves)
+    assert made.ledger.pool_counts().ahead == 0
+    assert made.records()[-1][1] == (
+        "somebody asks",
+        "neither its disk nor another worker has the next block, block 4 of it",
+    )
+    made = Made()
+    made.ledger.state.peers = None
+    run_through(made.ledger, 0, TALK[: 6 * 16 + 1])
+    made.ledger.state.peers = made.source
+    answer, moves = made.wish(KEYS[:8])
+    assert (answer, depths(moves)) == ((Outcome.ACCEPTED, 6, 2, ""), [6, 7])
+
+
+# ---------------------------------------------------------------- what is taken on
+
+
+def test_a_quarter_of_host_memory_is_for_all_wishes_together() -> None:
+    made = Made()
+    answer, _ = made.wish(KEYS[:10])
+    assert answer == (Outcome.CLIPPED, 0, 8, "it has room for 8 blocks ahead of need")
+    answer, _ = made.wish(OTHER)
+    busy = "8 blocks are on their way to it, of at most 0.25 of 32 frames; ask again later"
+    assert answer == (Outcome.REFUSED, 0, 0, busy)
+    assert made.ledger.pool_counts().ahead == 1
+
+
+def test_a_part_that_nobody_has_is_left_out() -> None:
+    made = Made(blocks=5)
+    answer, _ = made.wish(KEYS[:8])
+    assert answer == (Outcome.CLIPPED, 0, 5, "nobody has block 5 of it")
+    made = Made(blocks=0)
+    answer, moves = made.wish(KEYS[:8])
+    assert answer == (Outcome.REFUSED, 0, 0, "neither its disk nor another worker has the next block, block 0 of it")
+    assert moves == []
+
+
+def test_what_is_there_or_on_its_way_is_not_ordered_again() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:4])
+    assert made.wish(KEYS[:3]) == ((Outcome.ACCEPTED, 0, 0, "it is on its way already"), [])
+    made.end(moves)
+    assert made.wish(KEYS[:4]) == ((Outcome.ACCEPTED, 4, 0, "all of it is there"), [])
+    assert made.source.served == [list(KEYS[:4])]
+
+
+def test_eight_prefixes_are_on_their_way_at_most() -> None:
+    made = Made(frames=64)
+    for number in range(ahead.MOST_WISHES):
+        answer, _ = made.wish(hashes(prompt(17, start=1000 * number)))
+        assert answer.outcome is Outcome.ACCEPTED
+    answer, _ = made.wish(OTHER)
+    assert answer == (Outcome.REFUSED, 0, 0, "8 prefixes are on their way to it; ask again later")
+
+
+def test_a_worker_without_host_memory_or_with_groups_refuses() -> None:
+    ledger = make_ledger(8)
+    answer = ledger.wish_prefix(PREFETCH, KEYS, "somebody asks")
+    assert answer.outcome is Outcome.REFUSED
+    assert "expected one of one group that has --host-memory" in answer.why
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, ()), KvGroup(KvGroupKind.WINDOW, 32, 1, ()))
+    answer = make_ledger(8, host_frames=8, groups=groups).wish_prefix(PREFETCH, KEYS, "somebody asks")
+    assert (answer.outcome, answer.blocks) == (Outcome.REFUSED, 0)
+    assert answer.why.startswith("the worker has several groups of layers")
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_reset_forgets_what_is_to_come_and_what_comes_then_is_not_there() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:8])
+    made.ledger.reset_cache(1)
+    assert made.turn() == []
+    assert made.end(moves) == []
+    assert (made.frames, made.ledger.pool_counts().ahead) == ([], 0)
+
+
+def test_a_session_that_begins_anew_knows_of_no_wish() -> None:
+    made = Made()
+    made.wish(KEYS[:8])
+    made.ledger.rebuild(Inventory())
+    made.ledger.check_invariants()
+    assert (made.turn(), made.ledger.pool_counts().ahead) == ([], 0)
+
+
+def test_who_leaves_while_it_waits_for_such_a_transfer_ends_nothing() -> None:
+    made = Made(blocks=4)
+    _, moves = made.wish(KEYS[:4])
+    play(made.ledger, reserve=(reserve(0, TALK[: 4 * 16 + 1]),))
+    finish(made.ledger, 0)
+    made.end(moves)
+    assert made.frames == list(KEYS[:4])
+
+
+@pytest.mark.parametrize("frames", [12, 16])
+def test_frames_that_came_ahead_are_evicted_as_any_other(frames: int) -> None:
+    made = Made(frames=frames)
+    answer, moves = made.wish(KEYS[:3])
+    while moves:
+        moves = made.end(moves)
+    assert made.frames == list(KEYS[: answer.blocks])
+    made.ledger.state.peers = None
+    for number in range(3):
+        run_through(made.ledger, number, prompt(20 * 16 + 1, start=1000 * (number + 1)))
+        made.ledger.check_invariants()
+    assert not set(KEYS[:3]) & set(made.frames)
+    assert made.ledger.state.totals.host_drops >= answer.blocks
+
+
+def test_records_say_who_asked_what_was_there_and_what_came() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:4])
+    made.clock.advance(0.5)
+    made.end(moves)
+    assert made.records() == [
+        ("prefetch: accepted", ("somebody asks",), {"asked": 4.0, "there": 0.0, "blocks": 4.0}),
+        (
+            "prefetch: 4 of 4 blocks came",
+            ("somebody asks", "all of it is there"),
+            {"blocks": 4.0, "came": 4.0, "seconds": 0.5},
+        ),
+    ]
