@@ -21,6 +21,7 @@ COMMANDS = {
     "status": "show the queue and the workers; --watch: blocks, hit rate and slow requests, drawn anew",
     "reset-cache": "drop the cached blocks that no request uses, on all workers",
     "pin": "keep the beginning of prompts cached, such as a system prompt",
+    "prefetch": "bring the beginning of prompts into a worker's host memory before it is asked for them",
     "pins": "list what is pinned, and how much of it each worker has",
     "unpin": "let a pinned beginning be evicted as all others",
     "doctor": "check what Quire needs on this machine, and say what to do",

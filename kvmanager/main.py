@@ -187,6 +187,7 @@ class ManagerProcess:
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run_task("watchdog", self.watchdog.run)
         self.supervisor.run_task("pins", self.pins.run)
+        self.supervisor.run_task("copies ahead of need", self.attachments.run_ahead)
         self.leading.address = settings.group_address or joined_address(settings.host, port)
         if self.member is not None:
             # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.

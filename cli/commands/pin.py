@@ -30,6 +30,7 @@ _FLAGS: Final = {
     "tenant": "--tenant",
     "duration": "--for",
     "compute_on": "--compute",
+    "worker_id": "--worker",
     "cache.salt": "--salt",
     "cache.shared_domain": "--shared-domain",
 }
@@ -38,15 +39,8 @@ _KINDS: Final = ("system", "chat", "text", "token_ids")
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire pin", description=__doc__)
-    flags.add_argument("--system", metavar="TEXT", help="a system message; @FILE reads a file, - standard input")
-    text = "messages of a chat as JSON, or a body of /v1/chat/completions with tools (- is standard input)"
-    flags.add_argument("--chat", metavar="FILE", help=text)
-    flags.add_argument("--text", help="the beginning as it is, without the chat template; @FILE, -")
-    flags.add_argument("--token-ids", metavar="IDS", help="token ids with spaces or commas between, or @FILE")
+    add_prompt(flags)
     flags.add_argument("--name", default="", help="name of the pin; default: one that is made of the prompt")
-    flags.add_argument("--tenant", default="", help="the tenant whose prompts begin so, where tenants have keys")
-    flags.add_argument("--salt", default="", help="the cache_salt of these prompts")
-    flags.add_argument("--shared-domain", default="", help="the shared domain of these prompts")
     text = "how long it stays pinned; default: until it is unpinned"
     flags.add_argument("--for", dest="duration", type=float, metavar="SECONDS", help=text)
     flags.add_argument("--compute", type=int, default=0, metavar="N", help="compute it on so many workers now")
@@ -55,27 +49,48 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
+def add_prompt(flags: argparse.ArgumentParser) -> None:
+    """Add the flags that say which prompts are meant: their beginning, and whose they are."""
+    flags.add_argument("--system", metavar="TEXT", help="a system message; @FILE reads a file, - standard input")
+    text = "messages of a chat as JSON, or a body of /v1/chat/completions with tools (- is standard input)"
+    flags.add_argument("--chat", metavar="FILE", help=text)
+    flags.add_argument("--text", help="the beginning as it is, without the chat template; @FILE, -")
+    flags.add_argument("--token-ids", metavar="IDS", help="token ids with spaces or commas between, or @FILE")
+    flags.add_argument("--tenant", default="", help="the tenant whose prompts begin so, where tenants have keys")
+    flags.add_argument("--salt", default="", help="the cache_salt of these prompts")
+    flags.add_argument("--shared-domain", default="", help="the shared domain of these prompts")
+
+
 def question_of(args: argparse.Namespace) -> pb.PinRequest:
     """Return what the flags ask. Raises InvalidRequest."""
-    given = [name for name in _KINDS if getattr(args, name) is not None]
-    if len(given) != 1:
-        what = f"{len(given)} of them are given; expected one"
-        raise InvalidRequest(FieldViolation("--system, --chat, --text, --token-ids", what))
     if not 0 <= args.compute < 1 << 31:
         raise InvalidRequest(FieldViolation("--compute", f"is {args.compute}; expected a number of workers"))
-    prompt, options = _prompt_of(args)
-    tools = {name: value for name, value in options.items() if name == "tools"}
     return pb.PinRequest(
-        prompt=request_of(prompt, Options(**tools)).prompt,  # type: ignore[typeddict-item]
+        prompt=prompt_of(args),
         tenant=args.tenant,
-        cache=pb.CacheOptions(salt=args.salt, shared_domain=args.shared_domain),
+        cache=cache_of(args),
         name=args.name,
         duration=args.duration,
         compute_on=args.compute,
     )
 
 
-def _prompt_of(args: argparse.Namespace) -> tuple[str | list[int] | list[Message], dict[str, Any]]:
+def prompt_of(args: argparse.Namespace) -> pb.Prompt:
+    """Return the beginning that the flags of `add_prompt` name. Raises InvalidRequest."""
+    given = [name for name in _KINDS if getattr(args, name) is not None]
+    if len(given) != 1:
+        what = f"{len(given)} of them are given; expected one"
+        raise InvalidRequest(FieldViolation("--system, --chat, --text, --token-ids", what))
+    prompt, options = _content_of(args)
+    tools = {name: value for name, value in options.items() if name == "tools"}
+    return request_of(prompt, Options(**tools)).prompt  # type: ignore[typeddict-item]
+
+
+def cache_of(args: argparse.Namespace) -> pb.CacheOptions:
+    return pb.CacheOptions(salt=args.salt, shared_domain=args.shared_domain)
+
+
+def _content_of(args: argparse.Namespace) -> tuple[str | list[int] | list[Message], dict[str, Any]]:
     if args.token_ids is not None:
         return token_ids_of(text_of("--token-ids", args.token_ids)), {}
     if args.chat is not None:

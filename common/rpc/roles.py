@@ -46,6 +46,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.kvmanager.v1.KvManagerService/PinPrefix": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/ListPins": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/UnpinPrefix": frozenset({Role.ROUTER, Role.OPERATOR}),
+    "/quire.kvmanager.v1.KvManagerService/PrefetchPrefix": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlockMap": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlock": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlockTable": frozenset({Role.ROUTER, Role.OPERATOR}),
@@ -59,6 +60,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.inference.v1.InferenceService/GetModel": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.inference.v1.InferenceService/GetStatus": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.inference.v1.InferenceService/Pin": _OPERATOR,
+    "/quire.inference.v1.InferenceService/Prefetch": _OPERATOR,
     # Spans of the other services.
     "/opentelemetry.proto.collector.trace.v1.TraceService/": frozenset({Role.WORKER, Role.MANAGER, Role.COLLECTOR}),
     "/grpc.health.v1.Health/": _ALL,

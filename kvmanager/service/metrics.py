@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 from common.contracts.transfers import TransferEnd
 from common.contracts.types import KvGroup
 from kvmanager.contracts.counts import PoolCounts, Totals
+from kvmanager.ledger.ahead_table import AheadKind
 from kvmanager.ledger.past_totals import added
 from kvmanager.sessions.attachments import Attachments
 
@@ -215,6 +216,18 @@ def _layers(group: KvGroup) -> str:
     return f"{group.kind.value} of {group.span}" if group.span else group.kind.value
 
 
+def _came_ahead(accounts: dict[str, Totals]) -> Metric:
+    came = CounterMetricFamily(
+        "quire:kv_ahead_loaded",
+        "Blocks that came to host memory ahead of need, by who wanted them.",
+        labels=("worker", "class"),
+    )
+    for worker, totals in accounts.items():
+        for kind in AheadKind:
+            came.add_metric((worker, kind.value), totals.ahead_loads.get(kind.value, 0))
+    return came
+
+
 def _value(totals: Totals, name: str, block_size: int) -> int:
     if name in _BLOCK_FIELDS:
         return int(getattr(totals, _BLOCK_FIELDS[name])) * block_size
@@ -252,3 +265,4 @@ def _totals(accounts: dict[str, Totals], block_size: int) -> Iterator[Metric]:
         for end in TransferEnd:
             ends.add_metric((worker, end.name.lower()), totals.transfer_ends.get(end.name, 0))
     yield ends
+    yield _came_ahead(accounts)

@@ -21,6 +21,7 @@ from common.contracts.limits import (
     MAX_PIN_NAME_CHARS,
     MAX_PIN_SECONDS,
     MAX_PINNED_TENANT_CHARS,
+    MAX_PREFETCHED_BLOCKS,
     MAX_SHOWN_HOLDERS,
 )
 from common.contracts.types import BlockHash, BlockId, SequenceId
@@ -35,6 +36,7 @@ from kvmanager.cache.prefix_cache import PrefixMatch
 from kvmanager.contracts.counts import GroupCounts, PoolCounts
 from kvmanager.contracts.ports import LeaderState
 from kvmanager.contracts.sequence import BlockTable
+from kvmanager.ledger.ahead_table import Outcome
 from kvmanager.ledger.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
@@ -105,6 +107,8 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         disk_lost=counts.totals.disk_lost,
         unsaved=counts.totals.unsaved,
         fetches=counts.totals.fetches,
+        ahead=counts.ahead,
+        ahead_loads=counts.totals.ahead_loads,
         transfer_ends={end.lower(): count for end, count in counts.totals.transfer_ends.items()},
     )
 
@@ -209,6 +213,11 @@ _Context = aio.ServicerContext[Any, Any]
 _CONFIRM_S: Final = 10.0
 _INDEX_S: Final = 5.0
 _ID_BITS: Final = 63
+_OUTCOMES: Final = {
+    Outcome.ACCEPTED: kvmanager_pb2.PREFETCH_OUTCOME_ACCEPTED,
+    Outcome.CLIPPED: kvmanager_pb2.PREFETCH_OUTCOME_CLIPPED,
+    Outcome.REFUSED: kvmanager_pb2.PREFETCH_OUTCOME_REFUSED,
+}
 
 
 class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
@@ -303,9 +312,12 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
 
     def _ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of a worker, which must be named. Raises InvalidRequest and NotFound."""
+        return next(ledger for _, ledger in self._attachments.ledgers(self._named(worker_id)))
+
+    def _named(self, worker_id: str) -> str:
         if not worker_id:
             raise InvalidRequest(FieldViolation("worker_id", "is missing; GetPool names the workers that are attached"))
-        return next(ledger for _, ledger in self._attachments.ledgers(worker_id))
+        return worker_id
 
     async def ResetPrefixCache(
         self, request: kvmanager_pb2.ResetPrefixCacheRequest, context: _Context
@@ -345,6 +357,27 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         """Let a pinned prefix be evicted as any other. Raises NotFound."""
         await self._pins.unpin(request.name)
         return kvmanager_pb2.UnpinPrefixResponse()
+
+    async def PrefetchPrefix(
+        self, request: kvmanager_pb2.PrefetchPrefixRequest, context: _Context
+    ) -> kvmanager_pb2.PrefetchPrefixResponse:
+        """Let a prefix come into a worker's host memory. Raises InvalidRequest and NotFound."""
+        await self._attachments.leading.confirmed()
+        worker_id, hashes = self._named(request.worker_id), hashes_from_proto(request.block_hashes)
+        if not hashes:
+            what = "is empty; expected at least one full block: a shorter prompt is never cached"
+            raise InvalidRequest(FieldViolation("block_hashes", what))
+        if len(hashes) > MAX_PREFETCHED_BLOCKS:
+            what = f"names {len(hashes)} blocks; expected at most {MAX_PREFETCHED_BLOCKS}"
+            raise InvalidRequest(FieldViolation("block_hashes", what))
+        answer = self._attachments.wish_prefix(worker_id, hashes, "an operator wants a prefix")
+        return kvmanager_pb2.PrefetchPrefixResponse(
+            outcome=_OUTCOMES[answer.outcome],
+            num_blocks=len(hashes),
+            blocks_there=answer.there,
+            blocks_coming=answer.blocks,
+            reason=answer.why,
+        )
 
     async def SubscribeKvEvents(
         self, request: kvmanager_pb2.SubscribeKvEventsRequest, context: _Context

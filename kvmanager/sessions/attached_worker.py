@@ -98,6 +98,10 @@ class AttachedWorker:
         self._reset_settled.clear()
         return self._scheduled(Report(), time_ns())
 
+    def order_ahead(self) -> Effects:
+        """Return the batch that orders what is to come although nobody waits for it, if it is its turn."""
+        return self._scheduled(Report(), time_ns(), ADMISSIONS_A_BATCH)
+
     def break_stall(self, why: str) -> Effects | None:
         """Return the batch that orders a preemption because the ledger stands still; None where none helps."""
         ledger, came_ns = self.registration.ledger, time_ns()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from opentelemetry.trace import Tracer
 
 from common.contracts.errors import NotFound
-from common.contracts.lease import Attach, AttachRejected
-from common.contracts.types import PoolIdentity
+from common.contracts.lease import Attach, AttachRejected, Reserve
+from common.contracts.types import BlockHash, PoolIdentity
 from common.rpc.roles import Peer
 from kvmanager.contracts.ports import Leading
 from kvmanager.index.writer import IndexWriter
+from kvmanager.ledger.ahead_table import Answer
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.past_totals import PastTotals
 from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
@@ -25,6 +27,9 @@ from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
 
 log = logging.getLogger(__name__)
+
+# Seconds between two looks at the prefixes that are to come although nobody waits for them; there is none otherwise.
+_PART_PAUSE_S: Final = 0.02
 
 
 @dataclass(slots=True)
@@ -87,6 +92,7 @@ class Attachments:
     _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
+    _wished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(
         self, attach: Attach, stream: StreamEnds, peer: Peer | None = None
@@ -197,6 +203,40 @@ class Attachments:
             if live.worker.is_current and registration.ready and live.worker.attach.reset != self.manager.last_reset:
                 self.manager.reset_worker(live.worker.attach.worker_id)
                 live.stream.order(live.worker.order_reset())
+
+    # ------------------------------------------------------------ copies ahead of need
+
+    def wish_prefix(self, worker_id: str, block_hashes: Sequence[BlockHash], why: str) -> Answer:
+        """Let a prefix come into a worker's host memory although nobody waits for it. Raises NotFound."""
+        answer = self.manager.wish_prefix(worker_id, block_hashes, why)
+        self._order_ahead(worker_id)
+        return answer
+
+    def note_prompts(self, worker: AttachedWorker, reserves: Sequence[Reserve]) -> None:
+        """Note what a worker was asked for, and begin the copies that make hot prefixes known to others."""
+        if reserves and self.manager.hot is not None and worker.is_current:
+            for each in self.manager.note_prompts(worker.attach.worker_id, [each.block_hashes for each in reserves]):
+                self._order_ahead(each)
+
+    async def run_ahead(self) -> None:
+        """Order the parts of prefixes that nobody waits for, each when it is its turn by the clock. A background task.
+
+        Reports order them too. An idle worker sends none.
+        """
+        while True:
+            await self._wished.wait()
+            self._wished.clear()
+            while wished := [worker for worker, ledger in self.ledgers() if ledger.state.ahead.wishes]:
+                for worker in wished:
+                    if worker in self.manager.workers() and self.manager.ledger(worker).part_due:
+                        self._order_ahead(worker)
+                await asyncio.sleep(_PART_PAUSE_S)
+
+    def _order_ahead(self, worker_id: str) -> None:
+        live = self._live.get(worker_id)
+        if live is not None and live.worker.is_current and live.worker.registration.ready:
+            live.stream.order(live.worker.order_ahead())
+            self._wished.set()
 
     def ledgers(self, worker_id: str = "") -> Iterator[tuple[str, Ledger]]:
         """Yield worker ids with their ledgers, sorted; of one worker if it is named. Raises NotFound if unknown."""

@@ -221,8 +221,8 @@ class SessionHandler:
 
     async def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> bool:
         """Answer a report. Between two batches the first one leaves, and other workers are served."""
-        began = time.perf_counter()
-        self._answer(worker, worker.apply_report(report_from_proto(message)))
+        began, report = time.perf_counter(), report_from_proto(message)
+        self._answer(worker, worker.apply_report(report))
         self._observe(time.perf_counter() - began)
         while worker.has_more:
             await self._between_steps()
@@ -230,6 +230,7 @@ class SessionHandler:
             if self._over or not worker.is_current:
                 return False
             self._answer(worker, worker.continue_schedule())
+        self._attachments.note_prompts(worker, report.reserve)
         return True
 
     def _answer(self, worker: AttachedWorker, effects: Effects) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 from common.wire.enum_codec import group_kind_from_proto
@@ -41,7 +41,7 @@ def held_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
     return "; ".join(f"{name}: {count(used, 'block')} in use, {kept:,} cached" for name, (used, kept) in held.items())
 
 
-def host_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
+def host_words(pools: Collection[kvmanager_pb2.Pool]) -> str:
     """Return how many blocks each worker's host memory holds, and has room for; "" where no worker has any.
 
     Where pools have groups, both are pages.
@@ -49,7 +49,9 @@ def host_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
     those = [each for each in pools if each.host_frames]
     found = [f"{each.worker_id} {each.host_held:,} of {each.host_frames:,}" for each in those]
     unit = "pages" if any(each.groups for each in those) else "blocks"
-    return f"{listed(found, _MOST_NAMED)} {unit}" if found else ""
+    ahead = sum(each.ahead for each in those)
+    coming = f" ({ahead:,} {'prefix' if ahead == 1 else 'prefixes'} on the way ahead of need)" if ahead else ""
+    return f"{listed(found, _MOST_NAMED)} {unit}{coming}" if found else ""
 
 
 def disk_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:

@@ -45,8 +45,8 @@ def name(method: Any) -> str:
 
 
 CASES = [(where, method) for where, modules in MODULES.items() for method in methods(modules)]
-# The admin plane answers this one, and passes others on to the KV manager.
-CASES += [("admin", method) for method in methods([inference_pb2]) if method.name == "Pin"]
+# The admin plane answers these, and passes others on to the KV manager.
+CASES += [("admin", method) for method in methods([inference_pb2]) if method.name in ("Pin", "Prefetch")]
 CASES += [("admin", method) for method in methods([kvmanager_pb2]) if method.name in PASSED_ON]
 
 

@@ -141,6 +141,9 @@ class RouterDouble(rpc.InferenceServiceServicer):
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         raise NotImplementedError
 
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        raise NotImplementedError
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         await self._ask(request, context)
         worker = pb.WorkerStatus(worker_id="worker-0", state="connected", num_blocks=64, manager_attached=True)

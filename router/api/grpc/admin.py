@@ -83,7 +83,7 @@ class _OperatorServicer:
 
     def __init__(self, status: StatusSource, routers: Routers, pins: Pins, http: MetricsServer) -> None:
         self._status, self._routers, self._http = status, routers, http
-        self.pin = pins.pin
+        self.pin, self.prefetch = pins.pin, pins.prefetch
 
     async def model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return model_to_proto(self._status.model())
@@ -127,6 +127,9 @@ def _add_operators(servicer: _OperatorServicer, server: aio.Server) -> None:
         ),
         "Pin": grpc.unary_unary_rpc_method_handler(
             servicer.pin, pb.PinRequest.FromString, pb.PinResponse.SerializeToString
+        ),
+        "Prefetch": grpc.unary_unary_rpc_method_handler(
+            servicer.prefetch, pb.PrefetchRequest.FromString, pb.PrefetchResponse.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, handlers),))

@@ -146,6 +146,13 @@ class ManagerCalls:
         )
         return answers.found[0]
 
+    async def prefetch(self, request: pb.PrefetchPrefixRequest) -> pb.PrefetchPrefixResponse:
+        """Let a prefix come to a worker. Raises Unavailable when no group answers, NotFound, and InvalidRequest."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).PrefetchPrefix(request, timeout=_LIST_PATIENCE_S)
+        )
+        return answers.found[0]
+
     async def block_tables(self, request: pb.GetBlockTableRequest) -> pb.GetBlockTableResponse:
         """Return block tables of live sequences. Raises Unavailable when no group answers, and NotFound."""
         answers = await self._groups.all(

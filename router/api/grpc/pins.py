@@ -1,4 +1,4 @@
-"""`Pin` on the admin plane: makes the block hashes of a prompt, lets the KV manager keep them, computes the prompt.
+"""`Pin` and `Prefetch` on the admin plane: make the block hashes of a prompt, and let the KV manager keep or move them.
 
 The prompt's text goes no further than this router. The KV manager and Redis get hashes, which root in the cache domain
 of the tenant; that one is made with the server's key.
@@ -51,14 +51,7 @@ class Pins:
     async def pin(self, request: pb.PinRequest, context: Context | None = None) -> pb.PinResponse:
         """Raises InvalidRequest, Unavailable without a worker or a KV manager, and what the manager answers."""
         async with self._one:
-            identity = self._parts.pool.identity
-            if not is_complete(identity):
-                raise Unavailable("no worker has been there yet, so that the pool is unknown; try again when one is")
-            prompt = await self._validated(request)
-            prefix = Prefix.of(prompt, identity, [])
-            if not prefix.block_hashes:
-                what = f"has {len(prompt.prompt)} tokens; expected a block of {identity.block_size} at least"
-                raise InvalidRequest(FieldViolation("prompt", f"{what}: a shorter prompt is never cached"))
+            prompt, prefix = await self._prefix(request)
             kept = await self._manager.pin(
                 kvmanager_pb2.PinPrefixRequest(
                     name=request.name or f"pin-{prefix.parent_digest[:_NAMED_BYTES].hex()}",
@@ -80,7 +73,40 @@ class Pins:
             unheard_managers=kept.unheard_managers,
         )
 
-    async def _validated(self, request: pb.PinRequest) -> ValidatedRequest:
+    async def prefetch(self, request: pb.PrefetchRequest, context: Context | None = None) -> pb.PrefetchResponse:
+        """Let a prompt's blocks come into a worker's host memory.
+
+        Raises InvalidRequest, NotFound for a worker that is not attached, Unavailable, and what the manager answers.
+        """
+        async with self._one:
+            prompt, prefix = await self._prefix(request)
+            answer = await self._manager.prefetch(
+                kvmanager_pb2.PrefetchPrefixRequest(
+                    worker_id=request.worker_id, block_hashes=pack_hashes(prefix.block_hashes)
+                )
+            )
+        return pb.PrefetchResponse(
+            outcome=kvmanager_pb2.PrefetchOutcome.Name(answer.outcome).rpartition("_")[2].lower(),
+            num_tokens=len(prompt.prompt),
+            num_blocks=answer.num_blocks,
+            blocks_there=answer.blocks_there,
+            blocks_coming=answer.blocks_coming,
+            reason=answer.reason,
+        )
+
+    async def _prefix(self, request: pb.PinRequest | pb.PrefetchRequest) -> tuple[ValidatedRequest, Prefix]:
+        """Return the prompt as a request of the tenant, and its full blocks. Raises InvalidRequest and Unavailable."""
+        identity = self._parts.pool.identity
+        if not is_complete(identity):
+            raise Unavailable("no worker has been there yet, so that the pool is unknown; try again when one is")
+        prompt = await self._validated(request)
+        prefix = Prefix.of(prompt, identity, [])
+        if not prefix.block_hashes:
+            what = f"has {len(prompt.prompt)} tokens; expected a block of {identity.block_size} at least"
+            raise InvalidRequest(FieldViolation("prompt", f"{what}: a shorter prompt is never cached"))
+        return prompt, prefix
+
+    async def _validated(self, request: pb.PinRequest | pb.PrefetchRequest) -> ValidatedRequest:
         """Return the prompt as a request of the tenant for one token."""
         if request.cache.no_cache:
             raise InvalidRequest(FieldViolation("cache.no_cache", "is set; expected a prompt that may be cached"))

@@ -199,6 +199,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         """Raises Unsupported: the admin plane pins."""
         raise Unsupported("Pin is for operators; ask the router's admin plane, as `quire pin` does")
 
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        """Raises Unsupported: the admin plane prefetches."""
+        raise Unsupported("Prefetch is for operators; ask the router's admin plane, as `quire prefetch` does")
+
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Return each worker's load to an admin tenant: it shows what others do. Raises PermissionDenied."""
         if not self._calls.caller(context).tenant.admin:

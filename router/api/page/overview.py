@@ -131,8 +131,9 @@ def worker_row(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
         "in_use", "leased", "cached", "free", "preemptions", "evictions",
         "host_frames", "host_held", "host_stores", "host_loads", "host_drops",
         "disk_frames", "disk_held", "disk_closed", "disk_stores", "disk_loads", "disk_lost",
-        "unsaved", "fetching", "fetches", "peer_loads",
+        "unsaved", "fetching", "fetches", "peer_loads", "ahead",
     )  # fmt: skip
     held = [{"in_use": each.in_use, "cached": each.cached} for each in pool.groups] if pool is not None else []
     row |= {"groups": held, "transfer_ends": dict(pool.transfer_ends) if pool is not None else {}}
+    row["ahead_loads"] = dict(pool.ahead_loads) if pool is not None else {}
     return row | {name: getattr(pool, name) if pool is not None else None for name in names}

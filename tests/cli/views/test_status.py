@@ -64,8 +64,12 @@ def test_workers_with_host_memory_say_how_much_of_it_is_used() -> None:
     assert words == "worker-0 1,200 of 4,096 and worker-2 0 of 16 blocks"
     assert shown(host=words)[2] == f"Host memory: {words}"
     assert (host_words(pools[1:2]), [line for line in shown() if "Host" in line]) == ("", [])
+    pools[0].ahead = 1
+    assert host_words(pools) == f"{words} (1 prefix on the way ahead of need)"
+    pools[2].ahead = 2
+    assert host_words(pools) == f"{words} (3 prefixes on the way ahead of need)"
     pools[2].groups.add(pages=2)
-    assert host_words(pools[2:]) == "worker-2 0 of 16 pages"
+    assert host_words(pools[2:]) == "worker-2 0 of 16 pages (2 prefixes on the way ahead of need)"
 
 
 def test_workers_with_a_disk_cache_say_how_much_of_it_is_used() -> None:

@@ -83,6 +83,9 @@ class Manager(rpc.KvManagerServiceServicer):
     async def ListPins(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    async def PrefetchPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def UnpinPrefix(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

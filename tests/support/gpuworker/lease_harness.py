@@ -106,6 +106,9 @@ class ScriptedManager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def ListPins(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    async def PrefetchPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def UnpinPrefix(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -83,7 +83,8 @@ class DecisionRecord(_message.Message):
     decision_id: _builtins.str
     kind: _builtins.str
     """admission, routing, grant, eviction, preemption, migration, rejection, reset, queued (no worker could take the
-    request at once), shortfall (a sequence waits for blocks), outcome (how a request ended, with its seconds by phase).
+    request at once), shortfall (a sequence waits for blocks), outcome (how a request ended, with its seconds by phase),
+    prefetch (a prefix is to come to a worker that no request waits for, and what came of it).
     """
     time_unix_nano: _builtins.int
     request_id: _builtins.str

@@ -40,6 +40,78 @@ TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
 Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
 
 @_typing.final
+class PrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose prompts begin so; empty where callers have no keys."""
+    worker_id: _builtins.str
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """Of a chat, its tools and messages count, up to where the next message begins."""
+
+    @_builtins.property
+    def cache(self) -> Global___CacheOptions:
+        """The salt and the shared domain of these prompts; no_cache may not be set."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___Prompt | None = ...,
+        tenant: _builtins.str = ...,
+        cache: Global___CacheOptions | None = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_THERE_FIELD_NUMBER: _builtins.int
+    BLOCKS_COMING_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    outcome: _builtins.str
+    """"accepted": all blocks are there, or are to come. "clipped": some of them are to come. "refused": none."""
+    num_tokens: _builtins.int
+    num_blocks: _builtins.int
+    """Full blocks of the prompt; the first ones, which the worker has; and those behind that are to come."""
+    blocks_there: _builtins.int
+    blocks_coming: _builtins.int
+    reason: _builtins.str
+    """Why not more of them are to come, in words."""
+    def __init__(
+        self,
+        *,
+        outcome: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        blocks_there: _builtins.int = ...,
+        blocks_coming: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_coming", b"blocks_coming", "blocks_there", b"blocks_there", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
+
+@_typing.final
 class PinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

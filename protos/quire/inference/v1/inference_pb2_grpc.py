@@ -89,6 +89,11 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.SerializeToString,
                 response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/Prefetch',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -172,6 +177,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Lets a prompt's full blocks come into one worker's host memory, from its disk or from another worker, although no
+        request waits for them. Answered at once. On the admin plane alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -229,6 +242,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.FromString,
                     response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -528,6 +546,33 @@ class InferenceService(object):
             '/quire.inference.v1.InferenceService/Pin',
             quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.SerializeToString,
             quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/Prefetch',
+            quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

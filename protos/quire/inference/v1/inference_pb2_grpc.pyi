@@ -39,6 +39,10 @@ class InferenceServiceStub:
     """What each worker has to do, for other balancers. On the admin plane, and for admin tenants."""
     Pin: _aio.UnaryUnaryMultiCallable[_inference_pb2.PinRequest, _inference_pb2.PinResponse]
     """Keeps a prompt's full blocks cached, for all prompts of the tenant that begin so. On the admin plane alone."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_inference_pb2.PrefetchRequest, _inference_pb2.PrefetchResponse]
+    """Lets a prompt's full blocks come into one worker's host memory, from its disk or from another worker, although no
+    request waits for them. Answered at once. On the admin plane alone.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -131,5 +135,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.PinRequest, _abc.Awaitable[_inference_pb2.PinResponse]],
     ) -> _abc.Awaitable[_inference_pb2.PinResponse]:
         """Keeps a prompt's full blocks cached, for all prompts of the tenant that begin so. On the admin plane alone."""
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _inference_pb2.PrefetchRequest,
+        context: _aio.ServicerContext[_inference_pb2.PrefetchRequest, _abc.Awaitable[_inference_pb2.PrefetchResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.PrefetchResponse]:
+        """Lets a prompt's full blocks come into one worker's host memory, from its disk or from another worker, although no
+        request waits for them. Answered at once. On the admin plane alone.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _aio.Server) -> None: ...

@@ -83,6 +83,31 @@ BLOCK_USE_CACHED: BlockUse.ValueType  # 7
 """In no block table; its content stays until the room is needed."""
 Global___BlockUse: _TypeAlias = BlockUse  # noqa: Y015
 
+class _PrefetchOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PrefetchOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefetchOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFETCH_OUTCOME_UNSPECIFIED: _PrefetchOutcome.ValueType  # 0
+    PREFETCH_OUTCOME_ACCEPTED: _PrefetchOutcome.ValueType  # 1
+    """All blocks are there, or are to come."""
+    PREFETCH_OUTCOME_CLIPPED: _PrefetchOutcome.ValueType  # 2
+    """Some of them are to come."""
+    PREFETCH_OUTCOME_REFUSED: _PrefetchOutcome.ValueType  # 3
+    """None of those that lack is to come."""
+
+class PrefetchOutcome(_PrefetchOutcome, metaclass=_PrefetchOutcomeEnumTypeWrapper): ...
+
+PREFETCH_OUTCOME_UNSPECIFIED: PrefetchOutcome.ValueType  # 0
+PREFETCH_OUTCOME_ACCEPTED: PrefetchOutcome.ValueType  # 1
+"""All blocks are there, or are to come."""
+PREFETCH_OUTCOME_CLIPPED: PrefetchOutcome.ValueType  # 2
+"""Some of them are to come."""
+PREFETCH_OUTCOME_REFUSED: PrefetchOutcome.ValueType  # 3
+"""None of those that lack is to come."""
+Global___PrefetchOutcome: _TypeAlias = PrefetchOutcome  # noqa: Y015
+
 @_typing.final
 class SessionRequest(_message.Message):
     """`bytes` fields that hold numbers are packed little-endian. Block ids and parent indexes are signed 32-bit integers,
@@ -1341,6 +1366,26 @@ class Pool(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class AheadLoadsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -1378,6 +1423,8 @@ class Pool(_message.Message):
     FETCHES_FIELD_NUMBER: _builtins.int
     TRANSFER_ENDS_FIELD_NUMBER: _builtins.int
     PEER_LOADS_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    AHEAD_LOADS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1430,6 +1477,10 @@ class Pool(_message.Message):
     fetches: _builtins.int
     peer_loads: _builtins.int
     """Blocks that were fetched from other workers."""
+    ahead: _builtins.int
+    """Prefixes that are to come into host memory although no request waits for them, and the blocks that came so: by
+    "prefetch", which a caller asked for, and "replica", a copy of a prefix that several workers were asked for.
+    """
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1442,6 +1493,8 @@ class Pool(_message.Message):
     def transfer_ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Transfers of single blocks by how they ended: "done", "stale", "corrupt", "failed" or "late"."""
 
+    @_builtins.property
+    def ahead_loads(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1482,10 +1535,12 @@ class Pool(_message.Message):
         fetches: _builtins.int = ...,
         transfer_ends: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peer_loads: _builtins.int = ...,
+        ahead: _builtins.int = ...,
+        ahead_loads: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "disk_closed", b"disk_closed", "disk_frames", b"disk_frames", "disk_held", b"disk_held", "disk_loads", b"disk_loads", "disk_lost", b"disk_lost", "disk_stores", b"disk_stores", "evictions", b"evictions", "fetches", b"fetches", "fetching", b"fetching", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "peer_loads", b"peer_loads", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "transfer_ends", b"transfer_ends", "unsaved", b"unsaved", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "ahead_loads", b"ahead_loads", "cached", b"cached", "disk_closed", b"disk_closed", "disk_frames", b"disk_frames", "disk_held", b"disk_held", "disk_loads", b"disk_loads", "disk_lost", b"disk_lost", "disk_stores", b"disk_stores", "evictions", b"evictions", "fetches", b"fetches", "fetching", b"fetching", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "peer_loads", b"peer_loads", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "transfer_ends", b"transfer_ends", "unsaved", b"unsaved", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1940,6 +1995,64 @@ class PinPrefixResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    block_hashes: _builtins.bytes
+    """16 bytes for each full block of a prompt, the first one first."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchPrefixRequest: _TypeAlias = PrefetchPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_THERE_FIELD_NUMBER: _builtins.int
+    BLOCKS_COMING_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    outcome: Global___PrefetchOutcome.ValueType
+    num_blocks: _builtins.int
+    """Blocks of the prefix; the first ones, which the worker has in its pool or in host memory; and those behind that are
+    to come.
+    """
+    blocks_there: _builtins.int
+    blocks_coming: _builtins.int
+    reason: _builtins.str
+    """Why not more of them are to come, in words."""
+    def __init__(
+        self,
+        *,
+        outcome: Global___PrefetchOutcome.ValueType = ...,
+        num_blocks: _builtins.int = ...,
+        blocks_there: _builtins.int = ...,
+        blocks_coming: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_coming", b"blocks_coming", "blocks_there", b"blocks_there", "num_blocks", b"num_blocks", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchPrefixResponse: _TypeAlias = PrefetchPrefixResponse  # noqa: Y015
 
 @_typing.final
 class PinnedPrefix(_message.Message):

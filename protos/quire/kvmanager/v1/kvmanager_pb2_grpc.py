@@ -89,6 +89,11 @@ class KvManagerServiceStub(object):
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.SerializeToString,
                 response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
+        self.PrefetchPrefix = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/PrefetchPrefix',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixResponse.FromString,
+                _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents',
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsRequest.SerializeToString,
@@ -175,6 +180,15 @@ class KvManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefetchPrefix(self, request, context):
+        """Lets the blocks of a prefix come into one worker's host memory, from its disk or from another worker, although no
+        request waits for them. Answered at once; they come when the worker's requests wait for nothing else. NOT_FOUND for a
+        worker that is not attached here. The router's admin plane has `Prefetch`, which makes the hashes of a prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
         router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
@@ -240,6 +254,11 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.UnpinPrefix,
                     request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.FromString,
                     response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'PrefetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchPrefix,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -544,6 +563,33 @@ class KvManagerService(object):
             '/quire.kvmanager.v1.KvManagerService/UnpinPrefix',
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.SerializeToString,
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/PrefetchPrefix',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PrefetchPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class KvManagerServiceStub:
     """
     ListPins: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.ListPinsRequest, _kvmanager_pb2.ListPinsResponse]
     UnpinPrefix: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.UnpinPrefixRequest, _kvmanager_pb2.UnpinPrefixResponse]
+    PrefetchPrefix: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.PrefetchPrefixRequest, _kvmanager_pb2.PrefetchPrefixResponse]
+    """Lets the blocks of a prefix come into one worker's host memory, from its disk or from another worker, although no
+    request waits for them. Answered at once; they come when the worker's requests wait for nothing else. NOT_FOUND for a
+    worker that is not attached here. The router's admin plane has `Prefetch`, which makes the hashes of a prompt.
+    """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_kvmanager_pb2.SubscribeKvEventsRequest, _kvmanager_pb2.SubscribeKvEventsResponse]
     """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
     router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
@@ -133,6 +138,17 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvmanager_pb2.UnpinPrefixRequest,
         context: _aio.ServicerContext[_kvmanager_pb2.UnpinPrefixRequest, _abc.Awaitable[_kvmanager_pb2.UnpinPrefixResponse]],
     ) -> _abc.Awaitable[_kvmanager_pb2.UnpinPrefixResponse]: ...
+
+    @_abc_1.abstractmethod
+    def PrefetchPrefix(
+        self,
+        request: _kvmanager_pb2.PrefetchPrefixRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.PrefetchPrefixRequest, _abc.Awaitable[_kvmanager_pb2.PrefetchPrefixResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.PrefetchPrefixResponse]:
+        """Lets the blocks of a prefix come into one worker's host memory, from its disk or from another worker, although no
+        request waits for them. Answered at once; they come when the worker's requests wait for nothing else. NOT_FOUND for a
+        worker that is not attached here. The router's admin plane has `Prefetch`, which makes the hashes of a prompt.
+        """
 
     @_abc_1.abstractmethod
     def SubscribeKvEvents(

@@ -299,6 +299,14 @@ def test_a_worker_says_how_much_of_its_disk_is_used_and_how_transfers_ended() ->
     assert ([unknown[name] for name in names], unknown["transfer_ends"]) == ([None] * 9, {})
 
 
+def test_a_worker_says_what_comes_and_came_ahead_of_need() -> None:
+    load, pool = inference_pb2.WorkerLoad(worker_id="w0", num_blocks=64), pb.Pool(ahead=2)
+    pool.ahead_loads.update({"prefetch": 30, "replica": 7})
+    row, unknown = worker_row(load, pool), worker_row(load, None)
+    assert (row["ahead"], row["ahead_loads"]) == (2, {"prefetch": 30, "replica": 7})
+    assert (unknown["ahead"], unknown["ahead_loads"]) == (None, {})
+
+
 def test_hits_by_reason() -> None:
     found = hits(
         [

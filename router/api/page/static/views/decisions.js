@@ -4,7 +4,7 @@ import { load } from "../lib/data.js";
 import { card, h, replace, requestLink, table } from "../lib/dom.js";
 import { clock, figure, seconds, words } from "../lib/format.js";
 
-const KINDS = ["", "admission", "eviction", "grant", "migration", "outcome", "preemption", "queued", "rejection", "reset", "routing", "shortfall"];
+const KINDS = ["", "admission", "eviction", "grant", "migration", "outcome", "preemption", "prefetch", "queued", "rejection", "reset", "routing", "shortfall"];
 const SERVICES = { "router and manager": ["router", "kvmanager"], router: ["router"], "KV manager": ["kvmanager"] };
 const PAGE = 60;
 
