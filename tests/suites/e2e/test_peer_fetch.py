@@ -82,7 +82,13 @@ class Pair:
 
 @asynccontextmanager
 async def running_pair(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, tls: bool = False, **environment: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *flags: str,
+    tls: bool = False,
+    workers: int = 2,
+    manager_flags: tuple[str, ...] = (),
+    **environment: str,
 ) -> AsyncIterator[Pair]:
     hold = folder / "hold"
     hold.mkdir()
@@ -92,7 +98,14 @@ async def running_pair(
     sizes = ("--dtype", "float32", "--kv-blocks", "32", "--max-model-len", "64", "--max-num-seqs", "4")
     flags = (*sizes, "--host-memory", "1MiB", "--data-port", "0", *flags)
     certs = folder / "certs" if tls else None
-    options = StackOptions(model=checkpoint("llama"), block_size=BLOCK, workers=2, worker_flags=flags, certs=certs)
+    options = StackOptions(
+        model=checkpoint("llama"),
+        block_size=BLOCK,
+        workers=workers,
+        worker_flags=flags,
+        manager_flags=manager_flags,
+        certs=certs,
+    )
     async with running_suite(folder, options) as suite:
         yield Pair(suite, await identity_of(suite), hold)
 
