@@ -99,6 +99,10 @@ class Process:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
