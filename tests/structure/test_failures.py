@@ -131,6 +131,11 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{SUITES}/e2e/test_peer_fetch.py::test_what_the_source_has_evicted_meanwhile_is_a_miss",
         f"{SUITES}/e2e/test_peer_fetch.py::test_a_reset_in_the_middle_leaves_no_hit",
     ),
+    "either end of a copy ahead of need dies, or a reset comes": (
+        f"{SUITES}/e2e/test_prefetch.py::test_a_source_that_is_killed_in_the_middle_is_a_miss",
+        f"{SUITES}/e2e/test_prefetch.py::test_a_destination_that_is_killed_in_the_middle_begins_without",
+        f"{SUITES}/e2e/test_prefetch.py::test_a_reset_in_the_middle_leaves_no_hit",
+    ),
     "a frame on disk rots or cannot be read": (
         f"{SUITES}/e2e/test_disk_cache.py::test_blocks_that_rot_are_misses",
         f"{MANAGER}/ledger/test_transfer_records.py::test_a_fetch_that_fails_says_how",
