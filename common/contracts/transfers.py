@@ -98,6 +98,18 @@ class TransferCosts:
     peer_setup: float = 0.0
 
 
+FETCH_MARGIN: Final = 0.9
+"""A fetch must take less than this share of the time that computing would take."""
+
+
+def pays_to_fetch(fetch_s: float, compute_s: float) -> bool:
+    """Return whether a fetch is expected to beat computing; yes while the seconds of either are unknown (0).
+
+    The KV manager decides by it at an admission. Routers price workers by it, so that both expect the same.
+    """
+    return not compute_s or not fetch_s or fetch_s < FETCH_MARGIN * compute_s
+
+
 FROM_DISK: Final = "disk"
 """The source of what came from the worker's own disk."""
 

@@ -18,6 +18,11 @@ class Peer(Protocol):
     @property
     def worker_id(self) -> str: ...
 
+    @property
+    def ahead(self) -> int:
+        """Blocks that it is to serve before, to whichever workers."""
+        ...
+
     def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
         """Return what lets the worker that asks have these blocks, in this order."""
         ...

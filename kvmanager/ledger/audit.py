@@ -202,6 +202,8 @@ def _transfers(state: LedgerState) -> None:
         held = {frame for frame, of in enumerate(store.disk.frames.state) if of is BlockState.IN_USE}
         _check(held == {*reads, *store.disk.expected.values()}, "a frame on disk is in use without a transfer")
     _check(transfers.saves == sum(move.saves for move in transfers.open.values()), "saves are miscounted")
+    asked = Counter(move.peer.worker_id for move in transfers.open.values() if move.peer is not None)
+    _check(transfers.asked == asked, "blocks of peers are miscounted")
     fetching = {move.hash: number for number, move in transfers.open.items() if not move.saves}
     _check(transfers.fetching == fetching, "the fetches by hash are other ones than those that are open")
     ahead = state.ahead.part.open if state.ahead.part is not None else set[int]()

@@ -5,7 +5,7 @@ A fetch takes no reference on what it reads. The source answers with what it has
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -28,12 +28,13 @@ class HasRuns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServingPeer:
-    """A worker that another one may ask for blocks."""
+    """A worker that another one may ask for blocks; `ahead` of them it is to serve before."""
 
     attach: Attach
     asking: Attach
     pool_key: bytes
     clock: Clock
+    ahead: int = 0
 
     @property
     def worker_id(self) -> str:
@@ -58,13 +59,23 @@ def find_peer(
     block_hashes: Items[BlockHash],
     first: int,
     end: int,
+    asked: Callable[[], Mapping[str, int]] = dict,
 ) -> tuple[ServingPeer, int] | None:
-    """Return the worker that has the longest run of block_hashes[first:end], and its length; None: none has any."""
-    best: tuple[Attach, int] | None = None
+    """Return the worker that has the longest run of block_hashes[first:end], and its length; None: none has any.
+
+    Of equals it is the one that has to serve the fewest blocks by now, of which `asked` tells by worker id.
+    """
+    found, most = list[Attach](), 0
     for attach, ledger in others:
         if attach is asking or not attach.data_address or attach.image_format != asking.image_format:
             continue
         count = ledger.find_run(block_hashes, first, end)
-        if count > (best[1] if best is not None else 0):
-            best = attach, count
-    return None if best is None else (ServingPeer(best[0], asking, pool_key, clock), best[1])
+        if count > most:
+            found, most = [attach], count
+        elif count and count == most:
+            found.append(attach)
+    if not found:
+        return None
+    ahead = asked()
+    best = min(found, key=lambda each: ahead.get(each.worker_id, 0))
+    return ServingPeer(best, asking, pool_key, clock, ahead.get(best.worker_id, 0)), most

@@ -10,10 +10,11 @@ class TransferTable:
     """Open transfers by id, who waits for which, and the hashes that are to be saved, the first first.
 
     `orders` are for the next batch. `fetching` gives the transfer that brings a hash to host memory. `saves` counts
-    those that go to disk. Once the disk is `closed`, nothing more is ordered.
+    those that go to disk, and `asked` the blocks that each peer is to serve. Once the disk is `closed`, nothing more is
+    ordered.
     """
 
-    __slots__ = ("_last", "closed", "fetching", "open", "orders", "saves", "to_save", "waiting")
+    __slots__ = ("_last", "asked", "closed", "fetching", "open", "orders", "saves", "to_save", "waiting")
 
     def __init__(self, after: TransferTable | None = None) -> None:
         """Ids go on behind those of the table `after`, in whose session nothing of it is known any more."""
@@ -25,6 +26,7 @@ class TransferTable:
         self.waiting: dict[int, list[SequenceId]] = {}
         self.to_save: dict[BlockHash, None] = {}
         self.saves = 0
+        self.asked: dict[str, int] = {}
 
     def next_id(self) -> int:
         self._last += 1
@@ -38,7 +40,18 @@ class TransferTable:
             self.saves += 1
         else:
             self.fetching[transfer.hash] = transfer.id
+        if (peer := transfer.peer) is not None:
+            self.asked[peer.worker_id] = self.asked.get(peer.worker_id, 0) + 1
         return transfer.id
+
+    def take_ended(self, number: int) -> Transfer | None:
+        """Return a transfer that has ended, which is not open any more; None: nothing is known of it."""
+        transfer = self.open.pop(number, None)
+        if transfer is not None and (peer := transfer.peer) is not None:
+            self.asked[peer.worker_id] -= 1
+            if not self.asked[peer.worker_id]:
+                del self.asked[peer.worker_id]
+        return transfer
 
     def take_orders(self) -> tuple[Transfer, ...]:
         """Return the transfers for the next batch, in their order."""
@@ -56,7 +69,7 @@ class TransferTable:
         twin = TransferTable(self)
         twin.orders, twin.open, twin.fetching = self.orders.copy(), self.open.copy(), self.fetching.copy()
         twin.waiting = {number: waiting.copy() for number, waiting in self.waiting.items()}
-        twin.to_save, twin.saves = self.to_save.copy(), self.saves
+        twin.to_save, twin.saves, twin.asked = self.to_save.copy(), self.saves, self.asked.copy()
         return twin
 
     def key(self) -> tuple[object, ...]:

@@ -25,6 +25,7 @@ from common.contracts.transfers import (
     Transfer,
     TransferCosts,
     TransferEnd,
+    pays_to_fetch,
 )
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
@@ -41,8 +42,6 @@ MOST_FETCHES: Final = 512
 """Blocks that are being fetched at once."""
 LANDING_SHARE: Final = 0.5
 """The most of the host's frames that fetches may fill at once."""
-MARGIN: Final = 0.9
-"""A fetch must take less than this share of the time that computing would take."""
 
 
 def fetch_seconds(costs: TransferCosts | None, blocks: int, from_peer: bool = False) -> float:
@@ -52,10 +51,12 @@ def fetch_seconds(costs: TransferCosts | None, blocks: int, from_peer: bool = Fa
     return costs.peer_setup + costs.peer * blocks if from_peer else costs.read * blocks
 
 
-def fetch_pays(costs: TransferCosts | None, blocks: int, from_peer: bool = False) -> bool:
-    """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown."""
-    fetch = fetch_seconds(costs, blocks, from_peer)
-    return costs is None or not costs.compute or not fetch or fetch < MARGIN * costs.compute * blocks
+def fetch_pays(costs: TransferCosts | None, blocks: int, from_peer: bool = False, ahead: int = 0) -> bool:
+    """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown.
+
+    The peer has `ahead` blocks to serve before them.
+    """
+    return costs is None or pays_to_fetch(fetch_seconds(costs, ahead + blocks, from_peer), costs.compute * blocks)
 
 
 # ------------------------------------------------------------ fetches
@@ -71,7 +72,8 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     if not awaited:
         return False
     source = mode(_source_of(state, number) for number in awaited)
-    forecast = fetch_seconds(state.worker.costs, len(awaited), run.peer is not None)
+    ahead = run.peer.ahead if run.peer is not None else 0
+    forecast = fetch_seconds(state.worker.costs, ahead + len(awaited), run.peer is not None)
     sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, run.first, forecast)
     for number in awaited:
         state.transfers.waiting.setdefault(number, []).append(sequence.id)
@@ -138,7 +140,7 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
     own, peer, frames = _find_on_disk(state, hashes, first + coming, end), None, list[FrameId]()
     if from_peers and fetch_pays(costs, end - first - coming, from_peer=True):
         peer, frames = _find_at_peer(state, hashes, first + coming, end)
-    if frames and not fetch_pays(costs, len(frames), from_peer=True):
+    if peer is not None and not fetch_pays(costs, len(frames), from_peer=True, ahead=peer.ahead):
         peer, frames = None, []
     if len(own) >= len(frames) and fetch_pays(costs, len(own)):
         peer, frames = None, own
@@ -327,7 +329,7 @@ def end_transfers(state: LedgerState, ended: Iterable[tuple[int, TransferEnd]]) 
     """Account for transfers that have ended; those of which nothing is known were void."""
     transfers = state.transfers
     for number, end in ended:
-        transfer = transfers.open.pop(number, None)
+        transfer = transfers.take_ended(number)
         if transfer is None:
             continue
         state.totals.transfer_ends[end.name] = state.totals.transfer_ends.get(end.name, 0) + 1

@@ -48,7 +48,7 @@ def found(asking: Attach, *others: tuple[Attach, Having], first: int = 0, end: i
 # ---------------------------------------------------------------- who is asked
 
 
-def test_the_longest_run_wins_and_the_first_of_equals() -> None:
+def test_the_longest_run_wins_and_the_first_of_equals_that_are_asked_as_much() -> None:
     few, many = (attach("1"), Having(1)), (attach("3"), Having(3))
     me = attach("me")
     assert found(me, few, many) == ("3", 3)
@@ -156,7 +156,7 @@ class Source:
     worker_id = "source"
 
     def __init__(self, blocks: int) -> None:
-        self.blocks, self.served, self.asked = blocks, list[list[BlockHash]](), 0
+        self.blocks, self.served, self.asked, self.ahead = blocks, list[list[BlockHash]](), 0, 0
 
     def __call__(self, keys: Sequence[BlockHash], first: int, end: int) -> tuple[Source, int] | None:
         self.asked += 1
@@ -233,6 +233,37 @@ def test_what_a_peer_takes_longer_for_than_computing_is_not_fetched_nor_looked_f
     made, _ = asking(3, on_disk(3))
     cheap = TransferCosts(compute=0.010, read=0.0091, peer=0.001)
     assert from_where(play(made, transfer_costs=cheap, reserve=(reserve(0, TALK),))) == ["PEER"] * 3
+
+
+@pytest.mark.parametrize(("ahead", "fetched"), [(0, 3), (23, 3), (24, 0)])
+def test_a_source_that_has_to_serve_others_first_is_asked_while_that_pays(ahead: int, fetched: int) -> None:
+    """Computing the three blocks takes 30 ms, of which 0.9 are 27 ms."""
+    made, source = asking(3)
+    source.ahead = ahead
+    batch = play(made, transfer_costs=TransferCosts(0.010, 0.0, peer=0.001), reserve=(reserve(0, TALK),))
+    assert from_where(batch) == ["PEER"] * fetched
+    if not fetched:
+        assert [each.n_shared for each in batch.admit] == [0]
+
+
+def test_workers_ask_the_source_that_has_the_least_to_serve() -> None:
+    """Three that ask at once take turns among two holders; a block that has come is not ahead of anybody."""
+    manager = registry()
+    claims = tuple(CachedBlock(BlockId(n), key, n - 1, 0) for n, key in enumerate(KEYS))
+    for name in ("a", "b"):
+        manager.complete(attached(manager, attach(name)), Inventory(cached_blocks=claims))
+    asking = [attached(manager, attach(name)).ledger for name in ("1", "2", "3")]
+    for each in ("1", "2", "3"):
+        manager.complete(manager._registrations[each], Inventory())
+    batches = [play(each, reserve=(reserve(0, TALK),)) for each in asking]
+    sources = [{each.peer.worker_id for each in batch.transfers if each.peer} for batch in batches]
+    assert sources == [{"a"}, {"b"}, {"a"}]
+    assert manager._count_asked() == {"a": 8, "b": 4}
+    ends = [(each.id, TransferEnd.DONE) for each in batches[2].transfers]
+    play(asking[2], ended=tuple(ends))
+    assert manager._count_asked() == {"a": 4, "b": 4}
+    asking[0].reset_cache(1)
+    assert manager._count_asked() == {"b": 4}
 
 
 def test_half_of_host_memory_may_be_filled_at_once() -> None:

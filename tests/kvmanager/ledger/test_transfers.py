@@ -7,12 +7,12 @@ import pytest
 from common.contracts.clock import ManualClock
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlock, GrantBatch, Inventory, Report
-from common.contracts.transfers import Fetched, TransferCosts, TransferEnd
+from common.contracts.transfers import FETCH_MARGIN, Fetched, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, DecisionKind, FinishReason, SequenceId
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.index_events import Removed, Stored
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.transfers import MARGIN, MOST_SAVES, fetch_pays
+from kvmanager.ledger.transfers import MOST_SAVES, fetch_pays
 from tests.support.kvmanager.ledgers import finish, hashes, make_ledger, play, prompt, reserve, seal
 
 FIRST, SECOND, THIRD = (prompt(5 * 16 - 1, start=start) for start in (0, 500, 1000))
@@ -327,7 +327,7 @@ def test_one_that_computes_all_its_tokens_fetches_nothing() -> None:
         (TransferCosts(0.0, 1.0), True),
         (TransferCosts(1.0, 0.0), True),
         (TransferCosts(1.0, 0.89), True),
-        (TransferCosts(1.0, MARGIN), False),
+        (TransferCosts(1.0, FETCH_MARGIN), False),
         (TransferCosts(1.0, 2.0), False),
     ],
     ids=str,

@@ -31,6 +31,7 @@ class Oracle:
 
     every: int
     worker_id: str = "peer"
+    ahead: int = 0
 
     def __call__(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> tuple[Oracle, int] | None:
         return None if block_hashes[-1][0] % self.every else (self, end - first)
