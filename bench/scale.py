@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 from redis.asyncio import Redis
@@ -31,6 +32,7 @@ from cli.replay.worker import ReplayWorker
 from common.contracts.clock import SystemClock
 from common.contracts.types import BlockHash, Decision, KvGeometry, PoolIdentity
 from common.process.local_redis import redis_at
+from kvmanager.contracts.index_events import Stored
 from kvmanager.contracts.ports import IndexCall, WorkerEntry
 from kvmanager.index.store import RedisIndexStore
 from router.placement.fair_queue import ONE_FLOW
@@ -43,8 +45,12 @@ PROMPT, OUTPUT, SHARED_BLOCKS = 64, 64, 3
 _CAPACITY: Final = Capacity(4096, 16, 256, 1 << 20)
 _IDENTITY: Final = PoolIdentity("scale", "none", 16, KvGeometry(1, 1, 1, 1, "float32"))
 _CALL: Final = 256
+_PREFIX: Final = [BlockHash(bytes([number] * 16)) for number in range(1, 4)]
 _NOTES: Final = {
     "decision_us": "a request placed and its slot released, workers with room",
+    "prefix_us": "the same for a prompt that two workers have, where no worker fetches",
+    "fetch_us": "the same where all fetch: each one that is priced has a fetch to price",
+    "fetch_ratio": "fetch_us over prefix_us, measured in turns",
     "full_us": "a request that waits tried again while all workers are full, as at each end of another",
     "heartbeat_us": "a heartbeat of a full worker while a request waits",
     "requests_per_s": "replayed a second of CPU time",
@@ -82,14 +88,17 @@ def arrivals(workers: int, requests: int, rate: float, seed: int = 0) -> Trace:
 # ---------------------------------------------------------------- one decision
 
 
-def _router(workers: int, load: Load) -> ReplayRouter:
-    clock, ids = SystemClock(), itertools.count()
+def _router(workers: int, load: Load, fetches: bool = False) -> ReplayRouter:
+    clock, ids, index = SystemClock(), itertools.count(), ReplayIndex()
     chooser = Router(clock, lambda: f"d{next(ids)}", 0)
-    router = ReplayRouter(_IDENTITY, chooser, ReplayIndex(), _Nowhere(), clock, 1 << 20)
+    router = ReplayRouter(_IDENTITY, chooser, index, _Nowhere(), clock, 1 << 20)
+    capacity = replace(_CAPACITY, fetches_blocks=fetches)
     for number in range(workers):
         worker = cast("ReplayWorker", _Named(f"worker-{number}"))
-        router.pool.add(worker, _CAPACITY, clock.monotonic())
+        router.pool.add(worker, capacity, clock.monotonic())
         router.pool.heartbeat(worker.worker_id, load, clock.monotonic())
+    for name in ("worker-0", "worker-1"):
+        index.apply(name, [Stored(depth, key, depth) for depth, key in enumerate(_PREFIX)])
     return router
 
 
@@ -100,8 +109,8 @@ class _Named:
         self.worker_id = worker_id
 
 
-def _job(number: int) -> Job:
-    return Job(PlacementRequest(f"r{number}", PROMPT, PROMPT + OUTPUT, OUTPUT), (), 0, None)
+def _job(number: int, hashes: Sequence[BlockHash] = ()) -> Job:
+    return Job(PlacementRequest(f"r{number}", PROMPT, PROMPT + OUTPUT, OUTPUT), hashes, 0, None)
 
 
 async def decision_us(workers: int, times: int) -> float:
@@ -114,6 +123,21 @@ async def decision_us(workers: int, times: int) -> float:
         placement.reservations[0].release()
         found.append(time.thread_time_ns() - began)
     return statistics.median(found) / 1e3
+
+
+async def fetch_us(workers: int, times: int) -> tuple[float, float]:
+    """Return the same of prompts that two workers have, where none fetches, and where all do; measured in turns."""
+    load = Load(running=20, unheld_blocks=3000, steps=1, decode_step_seconds=0.01, prefill_seconds_per_token=1e-3)
+    routers = [_router(workers, load, fetches) for fetches in (False, True)]
+    found: tuple[list[int], list[int]] = ([], [])
+    for number in range(times):
+        for router, spent in zip(routers, found, strict=True):
+            began = time.thread_time_ns()
+            ticket = router.dispatcher.ticket(0, ONE_FLOW)
+            placement = await router.dispatcher.place_job(_job(number, _PREFIX), ticket)
+            placement.reservations[0].release()
+            spent.append(time.thread_time_ns() - began)
+    return statistics.median(found[0]) / 1e3, statistics.median(found[1]) / 1e3
 
 
 async def full_us(workers: int, times: int) -> tuple[float, float]:
@@ -203,6 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: dict[str, float] = {}
     for workers in args.workers:
         figures[f"decision_us_{workers}"] = asyncio.run(decision_us(workers, args.decisions))
+        plain, fetching = asyncio.run(fetch_us(workers, args.decisions))
+        figures |= {f"prefix_us_{workers}": plain, f"fetch_us_{workers}": fetching}
+        figures[f"fetch_ratio_{workers}"] = fetching / plain
         figures[f"full_us_{workers}"], figures[f"heartbeat_us_{workers}"] = asyncio.run(
             full_us(workers, args.decisions)
         )

@@ -20,6 +20,7 @@ from router.observe.diagnosis.words import count, duration, percent
 
 _NAMES: Final = {
     Measure.WAIT: "wait at worker",
+    Measure.FETCH: "fetch",
     Measure.HITS: "cached tokens",
     Measure.PREFILL: "prefill",
     Measure.FIRST_TOKEN: "first token",

@@ -19,7 +19,7 @@ from rich.text import Text
 from quire.decision.v1 import decision_pb2 as pb
 from router.observe.diagnosis.words import count, duration, listed, percent
 
-_TERMS: Final = {"wait": "queue_delay", "prompt": "prefill", "output": "decode_pressure"}
+_TERMS: Final = {"wait": "queue_delay", "fetch": "fetch", "prompt": "prefill", "output": "decode_pressure"}
 _FAILS: Final = {
     "refused": "It would be refused",
     "too_large": "It would be refused for its size",
@@ -88,7 +88,10 @@ def _better_hit(found: pb.ExplainResponse) -> Iterator[str]:
     if chosen is None or best is None or _blocks(best) <= _blocks(chosen):
         return
     more = f"{best.name} has {_blocks(best) * found.block_size:,} prompt tokens cached"
-    if best.HasField("cost"):
+    if fetched := int(chosen.figures.get("fetched_blocks", 0.0)):
+        takes = f"fetches {fetched * found.block_size:,} of them in {duration(chosen.terms.get('fetch', 0.0))}"
+        yield f"{more}, and {chosen.name}, which costs {duration(chosen.cost)}, {takes}."
+    elif best.HasField("cost"):
         yield f"{more}, but costs {duration(best.cost)} against {duration(chosen.cost)}: its wait outweighs the hit."
     else:
         yield f"{more}, but is out."
@@ -107,11 +110,13 @@ def _table(found: pb.ExplainResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("worker", no_wrap=True, overflow="ellipsis")
-    for name in ("predicted", *_TERMS, "cached"):
+    fetches = any(each.terms.get("fetch") for each in found.workers)
+    shown = {name: term for name, term in _TERMS.items() if fetches or name != "fetch"}
+    for name in ("predicted", *shown, "cached"):
         table.add_column(name, justify="right", no_wrap=True)
     costs = sorted((each for each in found.workers if each.HasField("cost")), key=lambda each: (each.cost, each.name))
     for each in costs:
-        terms = (duration(each.terms.get(term, 0.0)) for term in _TERMS.values())
+        terms = (duration(each.terms.get(term, 0.0)) for term in shown.values())
         mark = "▸" if each.name in (found.tied or (found.worker_id,)) else ""
         table.add_row(mark, each.name, duration(each.cost), *terms, f"{_blocks(each) * found.block_size:,}")
     return table

@@ -529,6 +529,7 @@ class Engine:
             tokens_scheduled=self._scheduled,
             manager_attached=self._lease.open,
             fetch_seconds_per_block=self._transfers.fetch_seconds if self._transfers is not None else 0.0,
+            fetch_setup_seconds=self._transfers.fetch_setup_seconds if self._transfers is not None else 0.0,
             decode_times=self._rates.decode_times,
             mixed_times=self._rates.mixed_times,
             drafts=self._drafts,

@@ -154,6 +154,8 @@ class EngineLoad:
     manager_attached: bool = False
     # Of a block that another worker had; 0 before the first one.
     fetch_seconds_per_block: float = 0.0
+    # Of each fetch beside its blocks.
+    fetch_setup_seconds: float = 0.0
     decode_times: StepTimes = NO_STEPS
     mixed_times: StepTimes = NO_STEPS
     drafts: DraftTallies = field(default_factory=dict)

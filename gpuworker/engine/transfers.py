@@ -128,6 +128,11 @@ class Transfers:
         return self._peer_costs.per_block
 
     @property
+    def fetch_setup_seconds(self) -> float:
+        """Seconds that each fetch from another worker takes beside those of its blocks, as learnt."""
+        return self._peer_costs.setup
+
+    @property
     def _read_seconds(self) -> float:
         return self._mover.read_seconds if self._mover is not None else 0.0
 

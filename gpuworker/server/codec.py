@@ -133,4 +133,5 @@ def load_message(load: EngineLoad, draining: bool, migrating: bool = False) -> p
         drafted_tokens=load.drafted_tokens,
         accepted_draft_tokens=load.accepted_tokens,
         fetch_seconds_per_block=load.fetch_seconds_per_block,
+        fetch_setup_seconds=load.fetch_setup_seconds,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -266,6 +266,11 @@ class Ledger:
         cache, config = self.state.store.cache, self.state.config
         match = grant_plan.match_prefix(self.state.store, block_hashes, num_tokens, cacheable).match
         return settled(cache, config, block_hashes, num_tokens, match)
+
+    @property
+    def asked_of_peers(self) -> Mapping[str, int]:
+        """The blocks that the worker is to have from each other one, and that have not come yet."""
+        return self.state.transfers.asked
 
     def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
         """Return how many leading blocks of block_hashes[first:end] the worker has in the pool or in host memory."""

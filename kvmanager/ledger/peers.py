@@ -5,7 +5,8 @@ A fetch takes no reference on what it reads. The source answers with what it has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -21,6 +22,11 @@ TOKEN_SECONDS: Final = 600
 
 
 class HasRuns(Protocol):
+    @property
+    def asked_of_peers(self) -> Mapping[str, int]:
+        """The blocks that it has asked of each other worker, and that have not come yet."""
+        ...
+
     def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
         """Return how many leading blocks of block_hashes[first:end] are there."""
         ...
@@ -51,22 +57,30 @@ class ServingPeer:
         return PeerSource(self.worker_id, source, self.attach.data_address, token, expires)
 
 
+def count_asked(ledgers: Iterable[HasRuns]) -> Mapping[str, int]:
+    """Return how many blocks each worker is to serve to others."""
+    asked = Counter[str]()
+    for each in ledgers:
+        if each.asked_of_peers:
+            asked.update(each.asked_of_peers)
+    return asked
+
+
 def find_peer(
     asking: Attach,
-    others: Iterable[tuple[Attach, HasRuns]],
+    workers: Collection[tuple[Attach, HasRuns]],
     pool_key: bytes,
     clock: Clock,
     block_hashes: Items[BlockHash],
     first: int,
     end: int,
-    asked: Callable[[], Mapping[str, int]] = dict,
 ) -> tuple[ServingPeer, int] | None:
     """Return the worker that has the longest run of block_hashes[first:end], and its length; None: none has any.
 
-    Of equals it is the one that has to serve the fewest blocks by now, of which `asked` tells by worker id.
+    Of equals it is the one that has to serve the fewest blocks by now.
     """
     found, most = list[Attach](), 0
-    for attach, ledger in others:
+    for attach, ledger in workers:
         if attach is asking or not attach.data_address or attach.image_format != asking.image_format:
             continue
         count = ledger.find_run(block_hashes, first, end)
@@ -76,6 +90,6 @@ def find_peer(
             found.append(attach)
     if not found:
         return None
-    ahead = asked()
+    ahead = count_asked(ledger for _, ledger in workers)
     best = min(found, key=lambda each: ahead.get(each.worker_id, 0))
     return ServingPeer(best, asking, pool_key, clock, ahead.get(best.worker_id, 0)), most

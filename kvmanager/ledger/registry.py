@@ -7,7 +7,6 @@ was configured. It is forgotten when no worker is attached.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -166,15 +165,7 @@ class WorkerRegistry:
     ) -> tuple[ServingPeer, int] | None:
         """Return the attached worker that has the longest run of block_hashes[first:end], and its length."""
         ready = [(each.attach, each.ledger) for each in self._registrations.values() if each.ready]
-        return find_peer(asking, ready, self.transfer_key, self._clock, block_hashes, first, end, self._count_asked)
-
-    def _count_asked(self) -> dict[str, int]:
-        """Return how many blocks each worker is to serve to others by now."""
-        asked = Counter[str]()
-        for each in self._registrations.values():
-            if each.ledger.state.transfers.asked:
-                asked.update(each.ledger.state.transfers.asked)
-        return asked
+        return find_peer(asking, ready, self.transfer_key, self._clock, block_hashes, first, end)
 
     # ------------------------------------------------------------ copies ahead of need
 

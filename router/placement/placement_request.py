@@ -41,7 +41,7 @@ class PlacementRequest:
     computed_elsewhere: int = 0
 
     def uncached(self, capacity: Capacity, hit_blocks: int) -> int:
-        """Return the tokens that a worker computes which has so many blocks of the prompt; at least the last one."""
+        """Return the tokens that a worker computes which has, or fetches, so many blocks; at least the last one."""
         cached = hit_blocks * capacity.block_size
         if capacity.fetches_blocks:
             cached = max(cached, self.computed_elsewhere)

@@ -17,18 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from common.contracts.transfers import FETCH_MARGIN
+from router.placement.fetches import FetchRates, measured_rates, passes_blocks, usual_rates
 from router.placement.placement_request import PlacementRequest
 from router.placement.routing import WorkerCost
 from router.placement.worker_model import Disaggregation, WorkerModel
 
 Mode = Literal["auto", "off", "always"]
 
-MARGIN: Final = 0.9
-"""The way by another worker must take less than this share of the other way."""
+MARGIN: Final = FETCH_MARGIN
+"""The way by another worker must take less than this share of the other way, as a fetch must."""
 SETUP_S: Final = 0.01
 """Of a further submit and of the turn in which the KV manager orders a fetch."""
-PRIOR_FETCH_BLOCK_S: Final = 1e-3
-"""Seconds a block, until a worker has fetched one."""
 LEAST_PATIENCE_S: Final = 5.0
 PATIENCE: Final = 4.0
 """A prompt that takes so many times the predicted seconds is not waited for, after at least LEAST_PATIENCE_S."""
@@ -53,15 +53,11 @@ def for_prompts(workers: Sequence[WorkerModel]) -> list[WorkerModel]:
     """Return the workers that compute prompts for others; none where they have to take whole requests."""
     if serving(workers) is workers:
         return []
-    return [each for each in workers if _is_for_prompts(each) and _passes_blocks(each)]
+    return [each for each in workers if _is_for_prompts(each) and passes_blocks(each)]
 
 
 def _is_for_prompts(worker: WorkerModel) -> bool:
     return worker.capacity.disaggregation is Disaggregation.PREFILL
-
-
-def _passes_blocks(worker: WorkerModel) -> bool:
-    return worker.capacity.fetches_blocks and worker.capacity.prefix_caching
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,7 @@ def compare_ways(
     `prefill` are prices of the full blocks of the prompt, `decode` those of the whole request. The published index says
     that some worker has `held_blocks`, which others fetch.
     """
-    fetching = [each for each in decode if _passes_blocks(each.worker)]
+    fetching = [each for each in decode if passes_blocks(each.worker)]
     if not prefill or not fetching:
         return None
     first = min(prefill, key=lambda each: each.queue_delay + each.prefill)
@@ -120,11 +116,12 @@ def compare_ways(
     waiting = 1 + min(then.worker.sequences, then.worker.capacity.max_num_seqs)
     token_s = min(first.token_s, then.token_s)
     here = _seconds_at(then, placement.prompt_tokens, max(held_blocks, then.hit_blocks), waiting * token_s)
-    here += _fetch_s(then.worker, held_blocks - then.hit_blocks, decode)
-    computed = first.queue_delay + first.prefill + _fetch_s(first.worker, held_blocks - first.hit_blocks, decode)
+    usual = usual_rates(each.worker for each in decode)
+    here += _fetch_s(then.worker, held_blocks - then.hit_blocks, usual)
+    computed = first.queue_delay + first.prefill + _fetch_s(first.worker, held_blocks - first.hit_blocks, usual)
     if held_blocks > first.hit_blocks:
         computed -= (held_blocks - first.hit_blocks) * size * first.token_s
-    there = computed + SETUP_S + _fetch_s(then.worker, blocks - then.hit_blocks, decode)
+    there = computed + SETUP_S + _fetch_s(then.worker, blocks - then.hit_blocks, usual)
     there += _seconds_at(then, placement.prompt_tokens, blocks, waiting * token_s)
     return Elsewhere(first, then, blocks, here, there, computed)
 
@@ -142,10 +139,6 @@ def _seconds_at(cost: WorkerCost, prompt_tokens: int, cached_blocks: int, token_
     return cost.queue_delay + computed * token_s
 
 
-def _fetch_s(worker: WorkerModel, blocks: int, others: Sequence[WorkerCost]) -> float:
+def _fetch_s(worker: WorkerModel, blocks: int, usual: FetchRates) -> float:
     """Return the seconds of a fetch, as the worker reports it, or others do, or as assumed."""
-    if blocks <= 0:
-        return 0.0
-    own = worker.load.fetch_seconds_per_block
-    known = [seconds for each in others if (seconds := each.worker.load.fetch_seconds_per_block) > 0.0]
-    return blocks * (own or (sum(known) / len(known) if known else PRIOR_FETCH_BLOCK_S))
+    return (measured_rates(worker.load) or usual).seconds(blocks)

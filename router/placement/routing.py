@@ -1,13 +1,14 @@
 """The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`verdict`), and a record.
 
-    cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
+    cost(w) = queue_delay(w) + fetch(w) + prefill(prompt - hit(w) - fetched(w)) + decode_pressure(w)
 
     queue_delay      prompt tokens ahead, the steps in flight, and the wait for a batch slot or for blocks
+    fetch            blocks that w lacks and another worker has, where that pays (`fetches.py`); often nothing
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
-`Dispatcher._hits` finds hit(w). There is no switch between affinity and balance: a hit is worth the prefill that it
-saves, and a busy worker costs more by its queue and its slower steps.
+`Dispatcher._hits` finds hit(w). There is no switch between affinity and balance: a hit is worth the prefill, or the
+fetch, that it saves, and a busy worker costs more by its queue and its slower steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Final
 
 from common.contracts.clock import Clock
 from common.contracts.types import Candidate, Decision, DecisionKind
+from router.placement.fetches import FetchRates, Held, PricedFetch, price_fetch, usual_rates
 from router.placement.placement_request import PlacementOutcome, PlacementRequest, may_recover, too_large, verdict
 from router.placement.worker_model import Capacity, WorkerModel
 
@@ -151,10 +153,15 @@ class LeastTimes:
         prompt_tokens: int,
         avoids: Collection[str],
         fits: Callable[[Capacity], bool],
+        held_blocks: int = 0,
     ) -> Bounds:
-        """Return the bounds of a request at those of the workers that it `fits`; 0 for workers that are new."""
+        """Return the bounds of a request at those of the workers that it `fits`; 0 for workers that are new.
+
+        So many blocks are taken to be fetched in no time where they can be.
+        """
         fitting = [fits(each) for each in self._capacities]
         sizes = [*(each.block_size for each in self._capacities), 1]  # the last one is of workers that are new
+        free = [*(held_blocks if each.fetches_blocks else 0 for each in self._capacities), 0]
         full, work = list[tuple[float, str]](), list[tuple[float, str]]()
         for worker in workers:
             name = worker.worker_id
@@ -163,7 +170,8 @@ class LeastTimes:
             before_s, token_s, step_s, place = self._times.get(name, _NEW)
             if place >= 0 and not fitting[place]:
                 continue
-            cached = min(hits.get(name, 0), (prompt_tokens - 1) // sizes[place]) * sizes[place] if hits else 0
+            blocks = max(hits.get(name, 0), free[place]) if hits else 0
+            cached = min(blocks, (prompt_tokens - 1) // sizes[place]) * sizes[place] if blocks else 0
             own = (prompt_tokens - cached) * token_s + step_s
             work.append((own, name))
             full.append((before_s + own, name))
@@ -329,6 +337,7 @@ class Choice:
     hit_blocks: int = 0
     first_token_s: float = 0.0
     least_s: float = 0.0
+    fetch: PricedFetch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,18 +358,24 @@ class WorkerCost:
     unproven: bool
     # Of the prefill, for each token.
     token_s: float
+    fetch: PricedFetch | None = None
+    fetch_s: float = 0.0
 
     @property
     def work_s(self) -> float:
-        return 0.0 if self.unproven else self.prefill
+        return 0.0 if self.unproven else self.fetch_s + self.prefill
 
     @property
     def known_s(self) -> float:
-        return 0.0 if self.unproven else self.known_delay + self.prefill
+        return 0.0 if self.unproven else self.known_delay + self.fetch_s + self.prefill
+
+    @property
+    def first_token_s(self) -> float:
+        return self.queue_delay + self.fetch_s + self.prefill
 
     @property
     def total(self) -> float:
-        return self.queue_delay + self.prefill + self.decode_pressure
+        return self.queue_delay + self.fetch_s + self.prefill + self.decode_pressure
 
     def counted_s(self, passes: bool) -> float:
         """Return the seconds to the first token that may make the request too late; it may pass what is before it."""
@@ -373,12 +388,15 @@ class WorkerCost:
         return Candidate(self.worker.worker_id, rejected=reason, figures=figures)
 
     def candidate(self) -> Candidate:
-        terms = (
+        figures = [("hit_blocks", float(self.hit_blocks))]
+        terms: tuple[tuple[str, float], ...] = (
             ("queue_delay", self.queue_delay),
             ("prefill", self.prefill),
             ("decode_pressure", self.decode_pressure),
         )
-        figures = [("hit_blocks", float(self.hit_blocks))]
+        if self.fetch is not None:
+            terms = (terms[0], ("fetch", self.fetch_s), *terms[1:])
+            figures.append(("fetched_blocks", float(self.fetch.blocks)))
         if self.trust < 1.0:
             figures.append(("trust", self.trust))
         return Candidate(self.worker.worker_id, self.total, terms, figures=tuple(figures))
@@ -401,25 +419,26 @@ class Router:
         hits: Mapping[str, int],
         absent: Collection[tuple[str, str]] = (),
         decision_id: str = "",
+        held: Held | None = None,
     ) -> Choice:
         """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons.
 
-        The decision has the next id, or the one that is given.
+        Workers that lack what is `held` may fetch it. The decision has the next id, or the one that is given.
         """
         now, decision_id = self._clock.monotonic(), decision_id or self._new_id()
         seen = shortlist(workers, hits, self._drawn(decision_id))
-        found = _Priced.of(placement, seen, hits, now)
+        found = _Priced.of(placement, seen, hits, now, held)
         if not found.costs and len(seen) < len(workers):
             # Nearly all are full: one of the others may have room, and of many with room a few are enough.
             verdicts = [verdict(each, placement, now)[0] for each in workers]
             room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is PlacementOutcome.PLACED]
             if room:
                 seen = shortlist(room, hits, self._drawn(decision_id))
-                found = _Priced.of(placement, seen, hits, now)
+                found = _Priced.of(placement, seen, hits, now, held)
             found.verdicts.update(verdicts)
         least_s: float | None = None
         if found.costs and not found.has_one_in_time(placement):
-            look = self._look(placement, workers, seen, hits)
+            look = self._look(placement, workers, seen, hits, held)
             seen, found, least_s = look.seen, look.priced, look.least_s(placement, placement.passes or bool(absent))
         found.leave_out_late(placement)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
@@ -447,9 +466,8 @@ class Router:
         )
         if best is None:
             return Choice(outcome, decision)
-        first_token_s = best.queue_delay + best.prefill
         least_s = best.counted_s(placement.passes) if least_s is None else least_s
-        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, least_s)
+        return Choice(outcome, decision, best.worker, best.hit_blocks, best.first_token_s, least_s, best.fetch)
 
     def price_workers(
         self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], later: bool = False
@@ -460,7 +478,12 @@ class Router:
         return found.now_or_later(placement) if later else found.costs
 
     def soonest_s(
-        self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], has_room: bool
+        self,
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        has_room: bool,
+        held: Held | None = None,
     ) -> float:
         """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
 
@@ -468,7 +491,7 @@ class Router:
         may soon be well: when it continues is unknown.
         """
         drawn = shortlist(workers, hits, self._drawn(placement.request_id))
-        return self._look(placement, workers, drawn, hits).least_s(placement, has_room)
+        return self._look(placement, workers, drawn, hits, held).least_s(placement, has_room)
 
     def _look(
         self,
@@ -476,11 +499,12 @@ class Router:
         workers: Sequence[WorkerModel],
         drawn: Sequence[WorkerModel],
         hits: Mapping[str, int],
+        held: Held | None,
     ) -> _Look:
         """Price the drawn workers, and of many those with the lowest bounds too."""
         now = self._clock.monotonic()
         if len(drawn) == len(workers):
-            return _Look(workers, _Priced.of(placement, workers, hits, now))
+            return _Look(workers, _Priced.of(placement, workers, hits, now, held))
         if self._least.is_old(len(workers), now):
             usual, well = UsualRates.of(workers), [each for each in workers if each.trouble(now) is None]
             away = [each for each in workers if each.trouble(now) is not None]
@@ -491,10 +515,11 @@ class Router:
             placement.prompt_tokens - placement.computed_elsewhere,
             placement.avoids,
             lambda each: not too_large(each, placement),
+            held.blocks if held is not None else 0,
         )
         names = bounds.soonest().union(worker.worker_id for worker in drawn)
         seen = [worker for worker in workers if worker.worker_id in names]
-        return _Look(seen, _Priced.of(placement, seen, hits, now), bounds, names)
+        return _Look(seen, _Priced.of(placement, seen, hits, now, held), bounds, names)
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
@@ -521,6 +546,8 @@ class _Priced:
 
     usual: UsualRates
     now: float
+    held: Held | None = None
+    fetches: FetchRates | None = None
     costs: list[WorkerCost] = field(default_factory=list)
     out: list[Candidate] = field(default_factory=list)
     verdicts: set[PlacementOutcome] = field(default_factory=set)
@@ -528,14 +555,21 @@ class _Priced:
     recovering: list[WorkerModel] = field(default_factory=list)
 
     @staticmethod
-    def of(placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float) -> _Priced:
-        found = _Priced(UsualRates.of(workers), now)
+    def of(
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        now: float,
+        held: Held | None = None,
+    ) -> _Priced:
+        fetches = usual_rates(workers) if held is not None else None
+        found = _Priced(UsualRates.of(workers), now, held, fetches)
         for worker in workers:
             outcome, reason = verdict(worker, placement, now)
             found.verdicts.add(outcome)
             hit_blocks = hits.get(worker.worker_id, 0)
             if outcome is PlacementOutcome.PLACED:
-                found.costs.append(_cost(worker, placement, hit_blocks, found.usual, now))
+                found.costs.append(found.price(worker, placement, hit_blocks))
                 continue
             figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
             found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
@@ -546,9 +580,12 @@ class _Priced:
                 found.recovering.append(worker)
         return found
 
+    def price(self, worker: WorkerModel, placement: PlacementRequest, hit_blocks: int) -> WorkerCost:
+        return _cost(worker, placement, hit_blocks, self.usual, self.now, self.held, self.fetches)
+
     def now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
         """Return the price at each worker that may serve it."""
-        return self.costs + [_cost(worker, placement, hits, self.usual, self.now) for worker, hits in self.later]
+        return self.costs + [self.price(worker, placement, hits) for worker, hits in self.later]
 
     def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
         """Return the least known seconds to the first token, now or later, as `Router.soonest_s` does."""
@@ -600,7 +637,13 @@ def _least_time(worker: WorkerModel, usual: UsualRates, now: float) -> LeastTime
 
 
 def _cost(
-    worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, usual: UsualRates, now: float
+    worker: WorkerModel,
+    placement: PlacementRequest,
+    hit_blocks: int,
+    usual: UsualRates,
+    now: float,
+    held: Held | None = None,
+    fetches: FetchRates | None = None,
 ) -> WorkerCost:
     capacity, rates, trust = worker.capacity, worker.rates, trust_in(worker, usual.latest)
     sequences = worker.sequences + placement.sequences
@@ -608,8 +651,14 @@ def _cost(
     per_token = believed(rates.prefill_token.value, usual.prefill_token, trust)
     usual_step = usual.step * (1.0 + (running - 1) / capacity.max_num_seqs)
     step = believed(rates.step.predict(running), usual_step, trust)
-    hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
+    most_blocks = (placement.prompt_tokens - 1) // capacity.block_size
+    hit_blocks, fetch, fetch_s = min(hit_blocks, most_blocks), None, 0.0
     uncached = placement.uncached(capacity, hit_blocks)
+    if held is not None and fetches is not None and held.blocks > hit_blocks:
+        fetch = price_fetch(worker, held, hit_blocks, most_blocks, per_token, fetches)
+        if fetch is not None:
+            fetch_s = fetch.seconds
+            uncached = placement.uncached(capacity, hit_blocks + fetch.blocks)
     horizon = min(float(placement.max_tokens), usual.output_tokens)
     leave = departures(worker, usual.output_tokens * step, worker.most_output * step)
     room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
@@ -621,4 +670,5 @@ def _cost(
         delay += MANAGER_AWAY_S
     unproven = not worker.sequences and now - worker.shown_at > OLD_S
     prefill = uncached * per_token + step
-    return WorkerCost(worker, hit_blocks, trust, delay, known, prefill, horizon * step, unproven, per_token)
+    pressure = horizon * step
+    return WorkerCost(worker, hit_blocks, trust, delay, known, prefill, pressure, unproven, per_token, fetch, fetch_s)

@@ -128,6 +128,8 @@ class Load:
     prefill_tokens_in_flight: int = 0
     # Of a block that another worker had; 0 until the worker has fetched one.
     fetch_seconds_per_block: float = 0.0
+    # Of each fetch beside its blocks; 0 also from a worker that does not say so.
+    fetch_setup_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -166,6 +168,8 @@ class WorkerModel:
     shown_at: float = float("-inf")
     sampled: CountRate = field(default_factory=CountRate)
     computed: CountRate = field(default_factory=CountRate)
+    # When it is predicted to have served what this router sent others to fetch from it.
+    serves_until: float = float("-inf")
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
 
@@ -212,6 +216,10 @@ class WorkerModel:
         if most_output:
             self._outstanding.limited += sequences
             self._outstanding.most_output += most_output
+
+    def serve_fetch(self, seconds: float, now: float) -> None:
+        """Count a fetch from this worker, behind those before it."""
+        self.serves_until = max(now, self.serves_until) + seconds
 
     @property
     def most_output(self) -> float:

@@ -18,6 +18,7 @@ from router.contracts.ports import DecisionSink, PrefixIndex
 from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
+from router.placement.fetches import Held, find_held, passes_blocks
 from router.placement.first_tokens import FirstTokens, Foretold
 from router.placement.placement_request import (
     PlacementOutcome,
@@ -113,11 +114,11 @@ class Reserver:
         self.in_use = SlotShares()
 
     def reserve(
-        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
+        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow, fetched_blocks: int = 0
     ) -> tuple[LoadReservation, ...]:
-        """Count the sequences of a request at a worker that has so many blocks of its prompt."""
+        """Count the sequences of a request at a worker that has so many blocks of its prompt, and fetches others."""
         capacity = worker.capacity
-        uncached = request.uncached(capacity, hit_blocks)
+        uncached = request.uncached(capacity, hit_blocks + fetched_blocks)
         blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
         fork = capacity.fork_load(request.prompt_tokens, hit_blocks)
         loads = [(uncached, blocks), *[fork] * (request.sequences - 1)]
@@ -270,6 +271,8 @@ class Dispatcher:
         # The last list of workers, and whether some of them compute prompts for others.
         self._looked_at: Sequence[WorkerModel] = ()
         self._has_workers_for_prompts = False
+        # Of that list, those from which others can fetch blocks.
+        self._sources: dict[str, WorkerModel] = {}
         self._settled = 0
         # Jobs that got a worker, by priority.
         self._placed: Counter[int] = Counter()
@@ -360,8 +363,9 @@ class Dispatcher:
         return ticket.priority > 0 or not shares.exceeded_by(ticket) or bool(self._pool.absent())
 
     def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
-        job = waiting.job
-        return self._router.soonest_s(job.request, self._serving(), self._hits(job, waiting.index.hits), has_room)
+        job, published = waiting.job, waiting.index.hits
+        workers, hits, held = self._serving(), self._hits(job, published), self._held(published)
+        return self._router.soonest_s(job.request, workers, hits, has_room, held)
 
     async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
         """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
@@ -424,10 +428,22 @@ class Dispatcher:
 
     def _serving(self) -> Sequence[WorkerModel]:
         """Return the workers that take whole requests. What a list of workers has is looked for once."""
+        workers = self._look_at_workers()
+        return serving(workers) if self._has_workers_for_prompts else workers
+
+    def _look_at_workers(self) -> Sequence[WorkerModel]:
         workers = self._pool.models()
         if workers is not self._looked_at:
             self._looked_at, self._has_workers_for_prompts = workers, has_workers_for_prompts(workers)
-        return serving(workers) if self._has_workers_for_prompts else workers
+            self._sources = {each.worker_id: each for each in workers if passes_blocks(each)}
+        return workers
+
+    def _held(self, published: Mapping[str, int] | None) -> Held | None:
+        """Return the most of a prompt that workers can fetch. What is still being computed somewhere is not in it."""
+        self._look_at_workers()
+        if not published or not self._sources:
+            return None
+        return find_held(self._sources, published, self._clock.monotonic())
 
     def placed_above(self, priority: int) -> int:
         """Return how many jobs of a higher priority have got a worker so far."""
@@ -555,7 +571,8 @@ class Dispatcher:
             left = job.deadline - self._clock.monotonic()
             passes = request.passes or job.priority > 0 or bool(job.moved_because)
             request = replace(request, left=left, passes=passes)
-        return self._router.route(request, workers, self._hits(job, published), self._pool.absent(), decision_id)
+        hits, held = self._hits(job, published), self._held(published)
+        return self._router.route(request, workers, hits, self._pool.absent(), decision_id, held)
 
     def _hits(self, job: Job, published: Mapping[str, int] | None) -> dict[str, int]:
         """Return the leading blocks that each worker has, as the index or the router's own memory says.
@@ -607,7 +624,11 @@ class Dispatcher:
     def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:
         if worker.capacity.prefix_caching:
             self._memory.remember(worker.worker_id, job.block_hashes, self._clock.monotonic())
-        reservations = self._reserver.reserve(worker, job.request, choice.hit_blocks, flow)
+        fetched_blocks = 0
+        if (fetch := choice.fetch) is not None:
+            fetched_blocks = fetch.blocks
+            fetch.source.serve_fetch(fetch.served_s, self._clock.monotonic())
+        reservations = self._reserver.reserve(worker, job.request, choice.hit_blocks, flow, fetched_blocks)
         return Placement(worker.worker_id, client, reservations, choice.decision, self._clock.time_ns())
 
     # ------------------------------------------------------------ sequences of draining workers

@@ -177,6 +177,7 @@ def load_from_proto(load: pb.Load) -> Load:
         draining=load.draining,
         migrating=load.draining and load.migrating,
         fetch_seconds_per_block=_finite(load.fetch_seconds_per_block),
+        fetch_setup_seconds=_finite(load.fetch_setup_seconds),
     )
 
 

@@ -22,6 +22,7 @@ def test_each_number_of_workers_and_routers_has_its_figures() -> None:
     figures, _ = run_benchmark("scale", *few)
     levels = ("2_1", "2_2", "70_1", "70_2")
     assert all(figures[f"{name}_{each}"] > 0 for name in ("decision_us", "full_us") for each in (2, 70))
+    assert all(0 < figures[f"prefix_us_{each}"] < 20 * figures[f"fetch_us_{each}"] for each in (2, 70))
     assert all(figures[f"busiest_{each}"] >= 1 for each in levels)
     # Prompts have four blocks and outputs four; the last token is never written.
     assert all(figures[f"index_entries_{each}"] <= 7 * 80 for each in levels)

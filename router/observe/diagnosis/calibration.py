@@ -1,4 +1,4 @@
-"""What the router predicted of requests against what happened: the wait at the worker, hits, prefill, first token.
+"""What the router predicted of requests against what happened: waits at the worker, hits, prefill, first token.
 
 A prediction is that of the last choice of a worker, the actual value is of the record that ends the request. Both begin
 at the choice: they exclude the wait in the router's queue. Requests that moved between workers, that had no first
@@ -17,7 +17,7 @@ from router.observe.diagnosis.change import quantile
 from router.observe.diagnosis.outcome import Outcome, Phase, outcome_of
 
 # Terms of the cost that come before the first token.
-BEFORE_FIRST_TOKEN: Final = ("queue_delay", "prefill")
+BEFORE_FIRST_TOKEN: Final = ("queue_delay", "fetch", "prefill")
 # Phases before the choice, and those that it does not predict.
 _BEFORE_CHOICE: Final = (Phase.READING, Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT, Phase.ROUTER_STILL)
 # Phases at the worker before it computes.
@@ -30,6 +30,7 @@ _SHORT_S: Final = 0.001
 
 class Measure(StrEnum):
     WAIT = "wait"
+    FETCH = "fetch"
     HITS = "hit_tokens"
     PREFILL = "prefill"
     FIRST_TOKEN = "first_token"
@@ -122,8 +123,11 @@ def _pairs(route: Decision, outcome: Outcome | None) -> dict[Measure, Pair]:
         Measure.PREFILL: Pair(terms.get("prefill", 0.0), before.get(Phase.PREFILL, 0.0)),
         Measure.FIRST_TOKEN: Pair(predicted_s(route) or 0.0, actual),
     }
+    fetch = Pair(terms.get("fetch", 0.0), before.get(Phase.FETCH, 0.0))
+    if fetch.predicted or fetch.actual:
+        pairs[Measure.FETCH] = fetch
     if outcome.block_size:
-        hits = figures.get("hit_blocks", 0.0) * outcome.block_size
+        hits = (figures.get("hit_blocks", 0.0) + figures.get("fetched_blocks", 0.0)) * outcome.block_size
         pairs[Measure.HITS] = Pair(hits, float(outcome.cached_tokens))
     return pairs
 

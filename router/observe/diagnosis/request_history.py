@@ -17,13 +17,17 @@ REFUSED_BY_MANAGER: Final = "refused"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A worker in a routing decision: its predicted seconds and their terms, its hits, or why it was left out."""
+    """A worker in a routing decision: its predicted seconds and their terms, its hits, or why it was left out.
+
+    It would have fetched `fetched_blocks` from another worker.
+    """
 
     worker: str
     cost: float | None
     terms: tuple[tuple[str, float], ...]
     hit_blocks: int
     rejected: str
+    fetched_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,14 @@ def _refusal(decision: Decision) -> Refusal:
 def _placement(decision: Decision) -> Placement:
     options = tuple(
         [
-            Option(each.name, each.cost, each.terms, _number(each, "hit_blocks"), each.rejected)
+            Option(
+                each.name,
+                each.cost,
+                each.terms,
+                _number(each, "hit_blocks"),
+                each.rejected,
+                _number(each, "fetched_blocks"),
+            )
             for each in decision.candidates
         ]
     )

@@ -79,7 +79,9 @@ def _option(option: Option) -> str:
     if option.cost is None:
         return f"{option.worker} out ({option.rejected})"
     hits = f", {count(option.hit_blocks, 'hit block')}" if option.hit_blocks else ""
-    return f"{option.worker} {duration(option.cost)}{hits}"
+    fetch = dict(option.terms).get("fetch", 0.0)
+    fetched = f", {count(option.fetched_blocks, 'block')} to fetch in {duration(fetch)}" if fetch else ""
+    return f"{option.worker} {duration(option.cost)}{hits}{fetched}"
 
 
 def _short(shortfall: Shortfall, unit: str) -> str:

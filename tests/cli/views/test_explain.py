@@ -65,6 +65,22 @@ def test_a_better_hit_that_loses_is_explained() -> None:
     assert "b has 96 prompt tokens cached, but costs 900 ms against 100 ms: its wait" in lines
 
 
+def test_a_worker_that_would_fetch_the_hit_says_so() -> None:
+    fetch = {"queue_delay": 0.0, "fetch": 0.015, "prefill": 0.02}
+    workers = [
+        pb.Candidate(name="a", cost=0.1, figures={"hit_blocks": 1.0, "fetched_blocks": 5.0}, terms=fetch),
+        pb.Candidate(name="b", cost=0.9, figures={"hit_blocks": 6.0}, terms={"queue_delay": 0.9}),
+    ]
+    lines = shown(outcome="placed", worker_id="a", tied=["a"], workers=workers, cached_tokens=16)
+    words = "b has 96 prompt tokens cached, and a, which costs 100 ms, fetches 80 of them in 15 ms."
+    assert words in " ".join(lines)
+    assert [line.split() for line in lines if "  " in line] == [
+        ["worker", "predicted", "wait", "fetch", "prompt", "output", "cached"],
+        ["▸", "a", "100", "ms", "0.0", "ms", "15", "ms", "20", "ms", "0.0", "ms", "16"],
+        ["b", "900", "ms", "900", "ms", "0.0", "ms", "0.0", "ms", "0.0", "ms", "96"],
+    ]
+
+
 def asked(*words: str) -> pb.ExplainRequest:
     return question_of(parser().parse_args(words))
 

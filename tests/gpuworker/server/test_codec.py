@@ -282,7 +282,7 @@ def test_bytes_that_hold_no_whole_hashes_are_refused() -> None:
 
 def test_a_load_is_reported_whole() -> None:
     load = EngineLoad(
-        1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, 9, manager_attached=True, fetch_seconds_per_block=0.75
+        1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, 9, True, fetch_seconds_per_block=0.75, fetch_setup_seconds=0.125
     )
     assert load_message(load, draining=True) == pb.Load(
         running=1,
@@ -301,6 +301,7 @@ def test_a_load_is_reported_whole() -> None:
         manager_attached=True,
         draining=True,
         fetch_seconds_per_block=0.75,
+        fetch_setup_seconds=0.125,
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from router.placement.fetches import PRIOR
 from router.placement.remote_prefill import (
     LEAST_PATIENCE_S,
-    PRIOR_FETCH_BLOCK_S,
     SETUP_S,
     Elsewhere,
     Mode,
@@ -54,7 +54,7 @@ def test_an_idle_worker_computes_its_prompts_itself() -> None:
     assert found.blocks == 6
     assert found.here_s == pytest.approx(100 * TOKEN)
     assert found.computed_s == pytest.approx(96 * TOKEN + 0.01)  # and the step
-    assert found.there_s == pytest.approx(found.computed_s + SETUP_S + 6 * PRIOR_FETCH_BLOCK_S + 4 * TOKEN)
+    assert found.there_s == pytest.approx(found.computed_s + SETUP_S + PRIOR.seconds(6) + 4 * TOKEN)
     assert not is_worth_it(found, "auto", None)
 
 
@@ -64,7 +64,7 @@ def test_sequences_that_run_there_count_the_seconds_that_a_prompt_delays_them() 
     queue = found.decode.queue_delay
     assert found.here_s == pytest.approx(queue + 3 * 100 * TOKEN)
     rest = queue + 3 * 4 * TOKEN
-    assert found.there_s == pytest.approx(96 * TOKEN + 0.01 + SETUP_S + 6 * PRIOR_FETCH_BLOCK_S + rest)
+    assert found.there_s == pytest.approx(96 * TOKEN + 0.01 + SETUP_S + PRIOR.seconds(6) + rest)
     assert is_worth_it(found, "auto", None)
 
 
@@ -79,10 +79,10 @@ def test_a_worker_that_computes_only_ends_of_prompts_does_not_look_slow() -> Non
 
 
 def test_a_fetch_costs_what_the_worker_has_learnt() -> None:
-    busy = Load(running=2, unheld_blocks=40, fetch_seconds_per_block=0.5)
+    busy = Load(running=2, unheld_blocks=40, fetch_seconds_per_block=0.5, fetch_setup_seconds=0.25)
     found = ways(worker("p", capacity=PREFILL), worker("d", busy, DECODE))
     assert found.there_s == pytest.approx(
-        found.computed_s + SETUP_S + 6 * 0.5 + found.decode.queue_delay + 3 * 4 * TOKEN
+        found.computed_s + SETUP_S + 0.25 + 6 * 0.5 + found.decode.queue_delay + 3 * 4 * TOKEN
     )
     assert not is_worth_it(found, "auto", None)
 
@@ -101,8 +101,8 @@ def test_what_some_worker_holds_is_fetched_and_not_computed_elsewhere() -> None:
     assert compared(p, d, hits={"d": 6}) is None
     found = compared(p, d, held=4)
     assert found is not None
-    assert found.here_s == pytest.approx(36 * TOKEN + 4 * PRIOR_FETCH_BLOCK_S)
-    assert found.computed_s == pytest.approx(32 * TOKEN + 0.01 + 4 * PRIOR_FETCH_BLOCK_S)
+    assert found.here_s == pytest.approx(36 * TOKEN + PRIOR.seconds(4))
+    assert found.computed_s == pytest.approx(32 * TOKEN + 0.01 + PRIOR.seconds(4))
 
 
 def test_a_worker_that_fetches_no_blocks_computes_its_prompts() -> None:

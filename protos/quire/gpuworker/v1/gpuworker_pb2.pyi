@@ -1102,6 +1102,7 @@ class Load(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_SECONDS_PER_BLOCK_FIELD_NUMBER: _builtins.int
+    FETCH_SETUP_SECONDS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     num_blocks: _builtins.int
@@ -1132,6 +1133,8 @@ class Load(_message.Message):
     accepted_draft_tokens: _builtins.int
     fetch_seconds_per_block: _builtins.float
     """Learnt from fetches of cached blocks from other workers: seconds a block; 0 before the first one."""
+    fetch_setup_seconds: _builtins.float
+    """As above: seconds of a fetch beside those of its blocks."""
     def __init__(
         self,
         *,
@@ -1154,10 +1157,11 @@ class Load(_message.Message):
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         fetch_seconds_per_block: _builtins.float = ...,
+        fetch_setup_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "fetch_seconds_per_block", b"fetch_seconds_per_block", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "fetch_seconds_per_block", b"fetch_seconds_per_block", "fetch_setup_seconds", b"fetch_setup_seconds", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

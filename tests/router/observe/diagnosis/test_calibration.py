@@ -41,6 +41,20 @@ def test_a_choice_is_joined_with_the_end_of_its_request() -> None:
     }
 
 
+def test_a_fetch_is_before_the_first_token_and_what_it_brings_counts_as_hits() -> None:
+    terms = (("queue_delay", 0.25), ("fetch", 0.125), ("prefill", 0.5), ("decode_pressure", 9.0))
+    chosen = Candidate("w0", 9.875, terms, figures=(("hit_blocks", 1.0), ("fetched_blocks", 2.0)))
+    fetches = Decision("d1", DecisionKind.ROUTING, 1, "w0", "r1", (chosen,), worker="w0")
+    before = (("fetch", 0.0625), ("prefill", 0.5))
+    (found,) = predictions([fetches, end("r1", before=before)])
+    assert found.pairs[Measure.FETCH] == Pair(0.125, 0.0625)
+    assert (found.pairs[Measure.HITS], found.pairs[Measure.PREFILL]) == (Pair(48.0, 48.0), Pair(0.5, 0.5))
+    assert found.pairs[Measure.FIRST_TOKEN] == Pair(0.875, 0.5625)
+    (unforeseen,) = predictions([route("r1"), end("r1", before=before)])
+    assert unforeseen.pairs[Measure.FETCH] == Pair(0.0, 0.0625)
+    assert Measure.FETCH in [each.measure for each in calibrations([found])]
+
+
 def test_the_last_choice_of_a_request_counts() -> None:
     waits = Decision("d3", DecisionKind.ROUTING, 3, "wait", "r1", (Candidate("w0", rejected="over limit"),))
     (found,) = predictions([route("r1", at=5, worker="w1"), waits, route("r1", at=1), end("r1")])

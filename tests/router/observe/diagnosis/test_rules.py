@@ -697,6 +697,16 @@ def fetched(waited: float, fetching: float, words: str = "47 of 47 blocks came f
     return replace(grant, reasons=(*grant.reasons, f"{FETCH_REASON}{words}"), figures=figures)
 
 
+def test_a_choice_says_what_its_worker_was_to_fetch() -> None:
+    terms = (("queue_delay", 0.0), ("fetch", 0.031), ("prefill", 0.069))
+    fetches = Candidate("w0", 0.1, terms, figures=(("hit_blocks", 2.0), ("fetched_blocks", 47.0)))
+    found = diagnose(request_history(R, [routed(fetches, option("w1", 0.9, 49)), ended(Outcome())]))
+    assert found.steps[0].sentence == (
+        "goes to w0, the least predicted: w0 100 ms, 2 hit blocks, 47 blocks to fetch in 31 ms; "
+        "w1 900 ms, 49 hit blocks"
+    )
+
+
 def test_a_wait_for_the_disk_is_told_with_what_computing_would_take() -> None:
     found = asked(FETCHED, routed(), short(ShortfallReason.FETCH, "disk"), fetched(0.031, 0.031))
     waited = "it waited 31 ms at w0 while 47 blocks came from disk, in place of 410 ms of prefill"

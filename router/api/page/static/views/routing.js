@@ -6,6 +6,7 @@ import { clock, count, seconds, words } from "../lib/format.js";
 
 const TERMS = [
   ["queue_delay", "Queue", "c-wait"],
+  ["fetch", "Fetch", "c-shared"],
   ["prefill", "Prefill", "c-sealed"],
   ["decode_pressure", "Output", "c-leased"],
 ];
