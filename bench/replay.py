@@ -1,10 +1,15 @@
 """Replays of arrivals: how fast they are, whether equal ones decide equally, and how near a fitted one comes.
 
     python -m bench.replay --json
+    python -m bench.replay --trace conversation_trace.jsonl.gz --pools 500 1000 --json
 
 The speed is that of one core, on made-up requests of 64 + 64 tokens for 8 workers. For the error, requests reach a
 suite while `quire record` runs, and the replay of its log is compared with the log. The suite's one worker runs the
 demo model; with --simulate COSTS it runs no model.
+
+With --trace nothing is recorded and no speed is measured. The trace is replayed on pools of several sizes, with host
+memory and fetches between workers and without: what they change of latencies, of hits and of goodput. Its steps, links
+and objectives are those of the flags, so the figures are of these and of no machine.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.lib import trace_moves
 from bench.lib.harness import parser, report
 from cli.commands.replay import recorded_options
 from cli.demo_model import CHECKPOINT
@@ -129,11 +135,15 @@ def flags() -> argparse.ArgumentParser:
     found.add_argument("--requests", type=int, default=300, help="recorded requests")
     found.add_argument("--rate", type=float, default=15.0, help="recorded requests a second")
     found.add_argument("--simulate", metavar="COSTS", help="record a worker without a model")
+    trace_moves.add_flags(found)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = flags().parse_args(argv)
+    words = flags()
+    args = words.parse_args(argv)
+    if args.trace is not None:
+        return trace_moves.run(args, words.error)
     fast, again = speed(made_up(args.replayed, args.fast)), speed(made_up(args.replayed, args.fast))
     other = speed(made_up(args.replayed, args.fast), seed=1)
     slow = speed(made_up(max(1, args.replayed // 10), args.slow))

@@ -20,6 +20,7 @@ from cli.client import add_json, command_console, failed, path_of, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
+from cli.replay.links import DEFAULT_LINKS, LinkRates, Moves, parse_links
 from cli.replay.policies import POLICIES, ROUTERS, with_policies
 from cli.replay.screen import drawn
 from cli.replay.simulation import ReplayOptions, replay
@@ -58,6 +59,14 @@ def parser() -> argparse.ArgumentParser:
     change.add_argument("--no-prefix-caching", action="store_true", help="share no blocks")
     change.add_argument("--router", choices=sorted(ROUTERS), help="how a worker is chosen")
     change.add_argument("--runway", choices=("auto", "max"), help="how far ahead blocks are leased")
+    text = "blocks of host memory beside each worker's pool: what leaves the pool is stored there"
+    change.add_argument("--host-blocks", type=int, metavar="N", default=0, help=text)
+    text = "blocks of a disk cache beside those; needs --host-blocks"
+    change.add_argument("--disk-blocks", type=int, metavar="N", default=0, help=text)
+    text = "let workers fetch blocks from each other; needs --host-blocks"
+    change.add_argument("--peers", action="store_true", help=text)
+    text = f"how fast blocks move, and how large they are (default {DEFAULT_LINKS})"
+    change.add_argument("--links", metavar="LINKS", default=DEFAULT_LINKS, help=text)
     change.add_argument("--load", type=float, metavar="X", default=1.0, help="let requests arrive X times as fast")
     text = "replay with a policy, in a column of its own; repeatable, joined by + for several at once: "
     change.add_argument("--policy", metavar="NAME", action="append", default=[], help=text + ", ".join(POLICIES))
@@ -117,7 +126,19 @@ def changed_options(options: ReplayOptions, args: argparse.Namespace) -> ReplayO
         given["router"] = ROUTERS[args.router]
     if args.runway:
         given["manager"] = replace(options.manager, runway=args.runway)
+    if args.host_blocks:
+        if options.window or options.groups:
+            what = "is for models whose layers all see all tokens, which those of this log do not"
+            raise InvalidConfig(FieldViolation("--host-blocks", f"{what}; leave it out"))
+        given["moves"] = Moves(args.host_blocks, args.disk_blocks, args.peers, _links(args.links))
     return replace(options, **given)
+
+
+def _links(text: str) -> LinkRates:
+    try:
+        return parse_links(text)
+    except ValueError as error:
+        raise InvalidConfig(FieldViolation("--links", str(error))) from None
 
 
 def faster(trace: Trace, load: float) -> Trace:
@@ -134,6 +155,15 @@ def _check_all(args: argparse.Namespace) -> None:
         raise InvalidConfig(FieldViolation("--seeds", f"is {args.seeds}; expected 1 to 1000"))
     if len(args.policy) > _MOST_POLICIES:
         raise InvalidConfig(FieldViolation("--policy", f"is given {len(args.policy)} times; {_MOST_POLICIES} at most"))
+    for name in ("host_blocks", "disk_blocks"):
+        if not 0 <= getattr(args, name) <= _SIZES["num_blocks"]:
+            what = f"is {getattr(args, name)}; expected 0 to {_SIZES['num_blocks']}"
+            raise InvalidConfig(FieldViolation("--" + name.replace("_", "-"), what))
+    for name, given in (("--disk-blocks", args.disk_blocks), ("--peers", args.peers)):
+        if given and not args.host_blocks:
+            what = "needs --host-blocks: what comes from disk or from other workers lands in host memory"
+            raise InvalidConfig(FieldViolation(name, what))
+    _links(args.links)
     for names in args.policy:
         with_policies(ReplayOptions(), names)
     if args.plot and (problems := [*plot_problems(args.plot)]):

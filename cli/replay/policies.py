@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, get_args
 
+from cli.replay.links import USUAL, Moves
 from cli.replay.simulation import ReplayOptions
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.turns import DEFAULT_MAX_WAIT
@@ -48,6 +49,19 @@ def _manager(**changes: Any) -> Change:
     return lambda options: replace(options, manager=replace(options.manager, **changes))
 
 
+def _transfers(peers: bool) -> Change:
+    """Return the change to host memory of twice the pool, with fetches between workers or without."""
+
+    def change(options: ReplayOptions) -> ReplayOptions:
+        if options.window or options.groups:
+            what = "is for host memory, which keeps the blocks of models whose layers all see all tokens"
+            raise InvalidConfig(FieldViolation("--policy", f"{what}; leave out tier-2x and transfers"))
+        rates = USUAL if options.moves is None else options.moves.rates
+        return replace(options, moves=Moves(2 * options.num_blocks, peers=peers, rates=rates))
+
+    return change
+
+
 # The policies of a group are for one choice.
 _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {name: _router(name) for name in ROUTERS},
@@ -63,6 +77,11 @@ _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {
         "chunked-grants": _manager(chunked_grants=True),
         "no-chunked-grants": _manager(chunked_grants=False),
+    },
+    {
+        "tier-2x": _transfers(peers=False),
+        "transfers": _transfers(peers=True),
+        "no-transfers": lambda options: replace(options, moves=None),
     },
     {
         "prefix-caching": lambda options: replace(options, prefix_caching=True),

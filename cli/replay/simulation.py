@@ -14,6 +14,7 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+from cli.replay.links import Links, Moves
 from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Listener, ReplayWorker, Timing
@@ -153,6 +154,8 @@ _GC_THRESHOLD = 100_000
 _ROOMY = ManagerConfig(max_workers=1 << 20, max_blocks=1 << 40)
 _GEOMETRY = KvGeometry(1, 1, 1, 1, "float32")
 _SAMPLING = SamplingParams()
+_NO_MOVES: Final = Moves(0)
+_KEY: Final = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,8 @@ class ReplayOptions:
     prefix_caching: bool = True
     manager: ManagerConfig = _ROOMY
     timing: Timing = field(default_factory=Timing)
+    # What each worker has beside its pool; None: nothing moves.
+    moves: Moves | None = None
     router: type[Router] = Router
     seed: int = 0
 
@@ -190,6 +195,10 @@ class Replayed:
     cached_tokens: int = 0
     preemptions: int = 0
     refused: str = ""
+    # Of the cached ones.
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    peer_tokens: int = 0
 
     @property
     def first_token_s(self) -> float | None:
@@ -209,7 +218,7 @@ class Replay:
     """The results of one replay; `digest` is equal for replays that decided equally.
 
     `reports` are those of the workers to the KV manager, `index_changes` the blocks that it published or withdrew, and
-    `index_entries` the entries of the prefix index at the end.
+    `index_entries` the entries of the prefix index at the end. `moves` is whether blocks could move.
     """
 
     requests: tuple[Replayed, ...]
@@ -219,6 +228,7 @@ class Replay:
     reports: int = 0
     index_changes: int = 0
     index_entries: int = 0
+    moves: bool = False
 
 
 def replay(trace: Trace, options: ReplayOptions) -> Replay:
@@ -274,6 +284,8 @@ class _Simulation:
         self._identity, ids = identity, itertools.count(1)
         self._routers = [self._router(options.seed + number) for number in range(options.routers)]
         self._manager = WorkerRegistry(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
+        self._links = Links(options.moves, options.block_size, self._clock, loop) if options.moves else None
+        self._manager.transfer_key = _KEY if options.moves is not None and options.moves.peers else b""
         self._workers: dict[str, ReplayWorker] = {}
         # Their ids are unique over all workers.
         self._live: dict[SequenceId, _Live] = {}
@@ -310,10 +322,11 @@ class _Simulation:
             sum(each.reports for each in self._workers.values()),
             self._index.changes,
             self._index.entries,
+            self._links is not None,
         )
 
     def _add_worker(self, worker_id: str) -> None:
-        options = self._options
+        options, moves = self._options, self._options.moves or _NO_MOVES
         config = AgentConfig(
             options.num_blocks,
             options.block_size,
@@ -323,6 +336,9 @@ class _Simulation:
             max_num_seqs=options.max_num_seqs,
             window=options.window,
             groups=options.groups,
+            host_frames=moves.host_blocks,
+            disk_frames=moves.disk_blocks,
+            serves_peers=moves.peers,
         )
         attach = Attach(
             worker_id,
@@ -333,15 +349,25 @@ class _Simulation:
             options.num_blocks,
             prefix_caching=options.prefix_caching,
             max_num_seqs=options.max_num_seqs,
+            host_frames=moves.host_blocks,
+            disk_frames=moves.disk_blocks,
+            data_address=worker_id if moves.peers else "",
+            image_format=_KEY if moves.peers else b"",
         )
         listener = Listener(
             lambda outputs: self._later(lambda: self._take(worker_id, outputs)),
             lambda events: self._index.apply(worker_id, events),
             self._decisions.record_all,
         )
-        worker = ReplayWorker(self._loop, self._clock, attach, config, options.timing, self._manager, listener)
+        timing = options.timing
+        if self._links is not None:
+            timing = replace(timing, costs=replace(timing.costs, frame=self._links.frame_seconds))
+        worker = ReplayWorker(self._loop, self._clock, attach, config, timing, self._manager, listener)
+        if self._links is not None:
+            worker.move_by(self._links)
         sizes = (options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
-        capacity = Capacity(*sizes, options.window, options.prefix_caching, options.groups)
+        kinds = (options.window, options.prefix_caching, options.groups)
+        capacity = Capacity(*sizes, *kinds, fetches_blocks=moves.peers)
         self._workers[worker_id] = worker
         for router in self._routers:
             router.pool.add(worker, capacity, self._loop.time())
@@ -418,7 +444,9 @@ class _Simulation:
             live[sequence].replayed.preemptions += 1
         for ended in outputs.finished:
             each = live.pop(ended.sequence)
-            each.replayed.finished_at, each.replayed.cached_tokens = now, ended.usage.cached_tokens
+            each.replayed.finished_at, usage = now, ended.usage
+            each.replayed.cached_tokens, each.replayed.host_tokens = usage.cached_tokens, usage.host_cached_tokens
+            each.replayed.disk_tokens, each.replayed.peer_tokens = usage.disk_cached_tokens, usage.peer_cached_tokens
             each.reservation.complete(each.replayed.tokens)
             self._workers[worker_id].forget(ended.sequence)
             each.done.set_result(None)

@@ -2,12 +2,14 @@
 
 The first line is a header, every other line is one request, each a JSON object. A block of `block_size` tokens is named
 by a number, and two requests share a prefix as far as their numbers are equal. Mooncake's traces have no header and
-blocks of 512 tokens; they are read and written too.
+blocks of 512 tokens; they are read and written too. A file whose name ends with .gz is unpacked.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,8 +73,11 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Return a trace of Quire or of Mooncake. Raises InvalidConfig with the line that is wrong."""
     try:
-        with path.open(encoding="utf-8") as lines:
-            return _parse(path, lines)
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            # A packed line may be far longer than its file.
+            return _parse(path, iter(lambda: file.readline(_MOST_LINE + 1), ""))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _wrong(path, f"cannot be unpacked ({error}); the file may be cut or corrupt") from None
     except OSError as error:
         raise InvalidConfig(FieldViolation("LOG", f"{path} cannot be read: {error.strerror}")) from error
     except UnicodeDecodeError:

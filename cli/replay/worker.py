@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
+from cli.replay.links import Links
 from common.contracts.clock import Clock
 from common.contracts.lease import (
     Attach,
@@ -20,6 +21,7 @@ from common.contracts.lease import (
     Inventory,
     LeaseEvent,
     Report,
+    TierCopy,
 )
 from common.contracts.types import Decision, SamplingParams, SequenceId
 from gpuworker.engine.engine import Engine
@@ -72,10 +74,11 @@ class _Runner:
     def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         tokens = self.tokens
         sampled = {row.sequence: (tokens[row.sequence][row.start + row.length],) for row in plan.rows if row.samples}
-        seconds = self._costs.of(len(sampled), plan.prefilled)
-        self._due = max(self._clock.monotonic(), self._due) + seconds
+        frames = sum([isinstance(each, TierCopy) for each in plan.copies]) if plan.copies else 0
+        seconds, copying = self._costs.of(len(sampled), plan.prefilled), self._costs.frame * frames
+        self._due = max(self._clock.monotonic(), self._due) + seconds + copying
         future: Future[StepResult] = Future()
-        self._done(self._due, future, StepResult(plan.step, sampled, seconds=seconds))
+        self._done(self._due, future, StepResult(plan.step, sampled, seconds=seconds, copy_seconds=copying))
         return future
 
     def close(self) -> None:
@@ -99,10 +102,18 @@ class ReplayWorker:
         self._events: deque[LeaseEvent] = deque([Connected()])
         self._registration: WorkerRegistration | None = None
         self._turning = False
+        self._moves = False
         self._runner = _Runner(timing.costs, clock, self._step_ends)
         self.worker_id, self.reports = attach.worker_id, 0
         self._engine = Engine(lambda: LeaseAgent(config), lambda: attach, self._runner, self, listener.outputs, clock)
         self._turn_soon()
+
+    def move_by(self, links: Links) -> None:
+        """Move blocks beside the steps. Call it before the first turn."""
+        self._moves = True
+        transfers, requests = links.connect(self.worker_id, self._turn_soon)
+        self._engine.transfer_by(transfers)
+        self._engine.serve_images(requests)
 
     def submit(self, request: EngineRequest, tokens: tuple[int, ...]) -> None:
         """Run a sequence; `tokens` are those of its prompt and of its output."""
@@ -131,6 +142,8 @@ class ReplayWorker:
             sampled_tokens=load.tokens_sampled,
             computed_tokens=load.tokens_scheduled,
             prefill_tokens_in_flight=load.prefill_tokens_in_flight,
+            fetch_seconds_per_block=load.fetch_seconds_per_block,
+            fetch_setup_seconds=load.fetch_setup_seconds,
         )
 
     def _turn_soon(self) -> None:
@@ -140,7 +153,8 @@ class ReplayWorker:
 
     def _turn(self) -> None:
         self._turning = False
-        self._engine.turn()
+        if self._engine.turn() and self._moves:
+            self._turn_soon()  # a turn takes and lands few images
 
     def _step_ends(self, due: float, future: Future[StepResult], result: StepResult) -> None:
         def over() -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.replay import main
 from tests.support.bench_process import run_benchmark
 
 
@@ -13,3 +20,50 @@ def test_a_few_requests_are_replayed_and_recorded() -> None:
         "identical_runs", "requests_per_s", "times_real_time", "ttft_error_p50", "ttft_error_p90", "itl_error_p50",
         "recorded",
     }  # fmt: skip
+
+
+def conversations(folder: Path) -> Path:
+    """Write a trace in Mooncake's form: six talks whose turns come back after all others, and share a beginning."""
+    lines = []
+    for turn in range(3):
+        for talk in range(6):
+            blocks = [0, *range(1000 * talk + 1, 1000 * talk + 2 * turn + 3)]
+            line = {"timestamp": 2000 * (6 * turn + talk), "input_length": 512 * len(blocks), "output_length": 6}
+            lines.append(json.dumps(line | {"hash_ids": blocks}))
+    path = folder / "talks.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return path
+
+
+def test_a_trace_is_replayed_with_moves_and_without_by_size_of_pool(tmp_path: Path) -> None:
+    trace = ("--trace", str(conversations(tmp_path)), "--trace-workers", "2", "--load", "4")
+    steps = ("--costs", "base=5ms,prefill=100us", "--links", "token=8KiB", "--slo-ttft", "0.3")
+    figures, _ = run_benchmark("replay", *trace, "--pools", "20", "200", *steps, "--host-times", "6")
+    for pool in (20, 200):
+        ratio = figures[f"goodput_moves_{pool}"] / figures[f"goodput_none_{pool}"]
+        assert figures[f"goodput_ratio_{pool}"] == pytest.approx(ratio, rel=1e-3)
+        of_places = [figures[f"hits_moves_{place}_{pool}"] for place in ("pool", "host", "disk", "peer")]
+        assert sum(of_places) == pytest.approx(figures[f"hits_moves_{pool}"], abs=1e-5)
+        assert figures[f"refused_{pool}"] == 0
+    assert figures["hits_moves_20"] > figures["hits_none_20"]
+    assert figures["hits_moves_host_20"] > figures["hits_moves_host_200"]
+    assert figures["goodput_ratio_20"] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--pools", "0"), "--pools must be above 0"),
+        (("--load", "0", "--slo-itl", "-1"), "--load must be above 0; --slo-itl must be above 0"),
+        (("--costs", "quick"), "--costs: expected terms of"),
+        (("--links", "peer=9"), "--links: is 'peer=9'; expected terms of"),
+        ((), "cannot be read"),
+    ],
+)
+def test_wrong_flags_of_a_trace_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], what: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--trace", "nowhere.jsonl", *flags])
+    assert ended.value.code == 2
+    assert what in capsys.readouterr().err

@@ -115,6 +115,24 @@ def test_given_costs_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (found["timing"]["costs"], found["errors"]) == (costs, None)
 
 
+def test_blocks_that_move_have_lines_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--workers", "2", "--router", "round-robin", "--host-blocks", "64", "--peers", "--links", "token=1KiB")
+    assert main([log(tmp_path), "--seeds", "1", "--json", *flags, "--policy", "no-transfers"]) == 0
+    columns = json.loads(capsys.readouterr().out)["columns"]
+    assert columns["changed"]["hit_peer_share"]["mean"] > 0.0
+    assert "hit_peer_share" not in columns["replayed"]
+    assert "hit_peer_share" not in columns["no-transfers"]
+    assert main([log(tmp_path), "--seeds", "1", *flags]) == 0
+    assert "at another worker" in capsys.readouterr().out
+
+
+def test_no_host_memory_for_the_layers_of_a_log_with_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = refusal(capsys, log(tmp_path, {"window": 64}), "--host-blocks", "8", "--costs", "base=1ms")
+    assert "--host-blocks: is for models whose layers all see all tokens, which those of this log do not" in found
+
+
 def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
     path = log(tmp_path)
     for form in ("quire", "mooncake"):
@@ -131,6 +149,10 @@ def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
         (("--seeds", "0"), "--seeds: is 0; expected 1 to 1000"),
         (("--load", "0"), "--load: is 0; expected a number above 0"),
         (("--costs", "base=quick"), "--costs: "),
+        (("--host-blocks", "-1"), "--host-blocks: is -1; expected 0 to 1048576"),
+        (("--disk-blocks", "8"), "--disk-blocks: needs --host-blocks: what comes from disk"),
+        (("--peers",), "--peers: needs --host-blocks"),
+        (("--host-blocks", "8", "--links", "peer=1Gb/s"), "--links: is 'peer=1Gb/s'; expected terms of host=8GB/s,"),
         (("--policy", "lru+fastest"), "--policy: is 'fastest'; expected cost, "),
         (("--policy", "lru") * 9, "--policy: is given 9 times; 8 at most"),
         (("--plot", "figures.pdf"), "--plot: is figures.pdf; expected a file that ends with .png or .svg"),

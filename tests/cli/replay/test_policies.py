@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from cli.replay.links import Moves, parse_links
 from cli.replay.policies import POLICIES, LeastLoaded, with_policies
 from cli.replay.simulation import ReplayOptions
 from common.contracts.errors import InvalidConfig
@@ -21,6 +24,7 @@ def test_joined_policies_change_one_choice_each() -> None:
 
 def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
     back = "cost+utility+runway-auto+victims-work+bounded-preemptions+backfill+age+chunked-grants+prefix-caching"
+    back += "+no-transfers"
     for name in POLICIES:
         assert with_policies(with_policies(ReplayOptions(), name), back) == ReplayOptions()
 
@@ -35,6 +39,7 @@ def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
         ("age+no-age", "age", "no-age"),
         ("bounded-preemptions+lru+unbounded-preemptions", "bounded-preemptions", "unbounded-preemptions"),
         ("no-prefix-caching+prefix-caching", "no-prefix-caching", "prefix-caching"),
+        ("tier-2x+transfers", "tier-2x", "transfers"),
         ("lru+lru", "lru", "lru"),
     ],
 )
@@ -45,6 +50,20 @@ def test_two_policies_for_one_choice_are_refused_in_a_line(names: str, first: st
         f"--policy: is {names!r}, where {first} and {second} are for the same choice; leave one of them out"
     )
     assert "\n" not in str(caught.value)
+
+
+def test_host_memory_is_twice_the_pool_and_keeps_the_rates_that_are_given() -> None:
+    rates = parse_links("peer=3GB/s")
+    pool = ReplayOptions(num_blocks=100)
+    assert with_policies(pool, "tier-2x").moves == Moves(200)
+    given = replace(pool, moves=Moves(7, 9, peers=False, rates=rates))
+    assert with_policies(given, "transfers").moves == Moves(200, 0, peers=True, rates=rates)
+    assert with_policies(given, "no-transfers").moves is None
+
+
+def test_no_host_memory_where_layers_have_windows() -> None:
+    with pytest.raises(InvalidConfig, match="layers all see all tokens; leave out tier-2x and transfers"):
+        with_policies(ReplayOptions(window=64), "tier-2x")
 
 
 @pytest.mark.parametrize("names", ["", "fastest", "lru+", "+lru", "lru round-robin"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -112,3 +113,21 @@ def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path: Path) -> No
     path.write_bytes(b"\xff\xfe\x00")
     assert "must be text in UTF-8" in refusal(path)
     assert "cannot be read: No such file or directory" in refusal(tmp_path / "nowhere")
+
+
+def test_a_packed_trace_is_unpacked_and_a_cut_one_is_refused(tmp_path: Path) -> None:
+    line = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}'
+    path, packed = tmp_path / "trace.jsonl.gz", gzip.compress(f"{line}\n{line}\n".encode())
+    path.write_bytes(packed)
+    assert [each.blocks for each in read_trace(path).arrivals] == [(1, 2), (1, 2)]
+    for wrong in (packed[:-9], packed[:20], b"plain text", b"\x1f\x8b" + b"x" * 40):
+        path.write_bytes(wrong)
+        with pytest.raises(InvalidConfig, match=r"trace.jsonl.gz cannot be unpacked .*may be cut or corrupt"):
+            read_trace(path)
+
+
+def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "trace.gz"
+    path.write_bytes(gzip.compress(b" " * (1 << 23) + b"{"))
+    with pytest.raises(InvalidConfig, match=r"trace.gz, line .*is not a JSON object"):
+        read_trace(path)
