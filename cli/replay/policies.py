@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
@@ -11,7 +11,10 @@ from cli.replay.simulation import ReplayOptions
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.turns import DEFAULT_MAX_WAIT
 from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName, Runway, VictimOrder
-from router.placement.routing import Router, WorkerCost
+from router.placement.fetches import Held
+from router.placement.placement_request import PlacementRequest
+from router.placement.routing import Choice, Router, WorkerCost
+from router.placement.worker_model import WorkerModel
 
 
 # Other ways to choose a worker, for comparison: each sees the workers that the router's filters leave.
@@ -35,7 +38,27 @@ class LeastLoaded(Router):
         return best, sum(cost.worker.sequences == best.worker.sequences for cost in costs)
 
 
-ROUTERS: dict[str, type[Router]] = {"cost": Router, "round-robin": RoundRobin, "least-loaded": LeastLoaded}
+class UnpricedFetches(Router):
+    """Prices a worker as if it had to compute what it lacks of a prompt, although it may fetch that."""
+
+    def route(
+        self,
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        absent: Collection[tuple[str, str]] = (),
+        decision_id: str = "",
+        held: Held | None = None,
+    ) -> Choice:
+        return super().route(placement, workers, hits, absent, decision_id)
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "cost": Router,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "unpriced-fetches": UnpricedFetches,
+}
 
 
 Change = Callable[[ReplayOptions], ReplayOptions]

@@ -200,6 +200,15 @@ def test_what_a_block_takes_is_learnt_from_the_second_fetch_of_a_source_on(bench
     assert patience == pytest.approx(4 * learnt * 2)
 
 
+def test_what_each_fetch_takes_beside_its_blocks_is_learnt_and_reported(bench: Bench) -> None:
+    bench.fetched(1.0, transfer(1))
+    assert (bench.transfers.fetch_seconds, bench.transfers.fetch_setup_seconds) == (0.0, 0.0)
+    bench.fetched(3.0, transfer(2))
+    bench.fetched(6.0, *(transfer(number) for number in range(3, 7)))
+    assert bench.transfers.fetch_seconds == pytest.approx(1.0)
+    assert bench.transfers.fetch_setup_seconds == pytest.approx(2.0)
+
+
 def test_a_fetch_lasts_until_its_last_block_has_landed(bench: Bench) -> None:
     """A sequence waits for all of it: that the host's memory is slow is a part of what fetches take."""
     bench.fetched(1.0, transfer(1))
