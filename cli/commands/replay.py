@@ -128,7 +128,7 @@ def changed_options(options: ReplayOptions, args: argparse.Namespace) -> ReplayO
         given["manager"] = replace(options.manager, runway=args.runway)
     if args.host_blocks:
         if options.window or options.groups:
-            what = "is for models whose layers all see all tokens, which those of this log do not"
+            what = "is replayed for models whose layers all see all tokens, which those of this log do not"
             raise InvalidConfig(FieldViolation("--host-blocks", f"{what}; leave it out"))
         given["moves"] = Moves(args.host_blocks, args.disk_blocks, args.peers, _links(args.links))
     return replace(options, **given)

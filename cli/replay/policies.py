@@ -77,7 +77,7 @@ def _transfers(peers: bool) -> Change:
 
     def change(options: ReplayOptions) -> ReplayOptions:
         if options.window or options.groups:
-            what = "is for host memory, which keeps the blocks of models whose layers all see all tokens"
+            what = "is for host memory, which a replay has only where layers all see all tokens"
             raise InvalidConfig(FieldViolation("--policy", f"{what}; leave out tier-2x and transfers"))
         rates = USUAL if options.moves is None else options.moves.rates
         return replace(options, moves=Moves(2 * options.num_blocks, peers=peers, rates=rates))

@@ -130,7 +130,8 @@ def test_no_host_memory_for_the_layers_of_a_log_with_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = refusal(capsys, log(tmp_path, {"window": 64}), "--host-blocks", "8", "--costs", "base=1ms")
-    assert "--host-blocks: is for models whose layers all see all tokens, which those of this log do not" in found
+    what = "is replayed for models whose layers all see all tokens, which those of this log do not"
+    assert f"--host-blocks: {what}" in found
 
 
 def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
