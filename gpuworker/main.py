@@ -217,7 +217,7 @@ class Worker:
             return
         size, peers = plane.image_bytes, None
         if port is not None:
-            requests = ImageRequests(images, size, engine.wake)
+            requests = ImageRequests(images, size, SystemClock(), engine.wake)
             engine.serve_images(requests)
             identity = partial(_peer_identity, engine, size)
             peers = port.serve(identity, requests.ask, engine.serve_keys.accepted_keys, engine.wake)
@@ -226,10 +226,9 @@ class Worker:
             engine.transfer_by(Transfers(images, size, SystemClock(), None, peers))
         else:
             mover = DiskMover(disk, engine.wake)
-            DiskCollector(mover, self._registry)
-            engine.transfer_by(
-                Transfers(images, size, SystemClock(), mover, peers, disk.reset), disk.claims(), disk.reset
-            )
+            transfers = Transfers(images, size, SystemClock(), mover, peers, disk.reset)
+            DiskCollector(mover, transfers, self._registry)
+            engine.transfer_by(transfers, disk.claims(), disk.reset)
 
     def _lease_client(self) -> LeaseClient:
         self._client = LeaseClient(

@@ -190,12 +190,18 @@ class Engine:
                 if self._stopping and not self._flights and not self._commands:
                     break
                 if not self.turn():
-                    self._wake.wait(self._transfers.patience if self._transfers is not None else None)
+                    self._wake.wait(self._patience)
         except BaseException as failure:
             log.critical("the engine ended", exc_info=True)
             self.ended.set_exception(failure)
         else:
             self.ended.set_result(None)
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds after which there is something to do although nothing wakes the engine; None: there is not."""
+        movers = (each for each in (self._transfers, self._image_requests) if each is not None)
+        return min((wait for each in movers if (wait := each.patience) is not None), default=None)
 
     def turn(self) -> bool:
         """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop.
@@ -209,9 +215,9 @@ class Engine:
         worked = self._take_commands() or worked
         worked = self._take_lease_events() or worked
         if self._transfers is not None:
-            worked = self._transfers.turn(self._agent, self._block_seconds) or worked
+            worked = self._transfers.turn(self._agent, self._block_seconds, bool(self._flights)) or worked
         if self._image_requests is not None:
-            worked = self._image_requests.turn(self._agent) or worked
+            worked = self._image_requests.turn(self._agent, bool(self._flights)) or worked
         while not self._stopping and self._launch():
             worked = True
         worked = self._send_report() or worked

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from common.contracts.clock import Clock
 from common.contracts.types import BlockHash
+from gpuworker.engine.image_pace import ImagePace
 from gpuworker.scheduling.images import Image, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
 _BYTES_A_TURN: Final = 1 << 20
-"""Bytes of images that one turn takes: the next step is late by no more than some hundred microseconds."""
+"""Bytes of images that one turn takes while no step runs: a request that comes then waits for no more."""
 
 Deliver = Callable[[Sequence[Image | None]], None]
 """Hands over the images of the next hashes, None for one that the worker does not have."""
@@ -20,9 +22,9 @@ Deliver = Callable[[Sequence[Image | None]], None]
 class ImageRequests:
     """Any thread may ask; the engine's thread answers, first come, first served."""
 
-    def __init__(self, images: Images, image_bytes: int, wake: Callable[[], None]) -> None:
-        self._images, self._wake = images, wake
-        self._a_turn = max(1, _BYTES_A_TURN // max(1, image_bytes))
+    def __init__(self, images: Images, image_bytes: int, clock: Clock, wake: Callable[[], None]) -> None:
+        self._images, self._clock, self._wake = images, clock, wake
+        self._pace = ImagePace(image_bytes, _BYTES_A_TURN)
         self._asked: deque[tuple[deque[BlockHash], Deliver]] = deque()
 
     def ask(self, hashes: Sequence[BlockHash], deliver: Deliver) -> None:
@@ -30,14 +32,25 @@ class ImageRequests:
         self._asked.append((deque(hashes), deliver))
         self._wake()
 
-    def turn(self, agent: LeaseAgent) -> bool:
-        """Answer a part of what is asked for; return whether there was anything. Call it between steps."""
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which `turn` is to be called although nothing else is to be done; None: it need not be."""
+        return self._pace.wait(self._clock.monotonic()) if self._asked else None
+
+    def turn(self, agent: LeaseAgent, steps_run: bool = False) -> bool:
+        """Answer a part of what is asked for; return whether anything was. Call it between steps."""
         if not self._asked:
             return False
+        began = self._clock.monotonic()
+        most = self._pace.allowed(began, steps_run)
+        if not most:
+            return False
         hashes, deliver = self._asked[0]
-        part = [hashes.popleft() for _ in range(min(len(hashes), self._a_turn))]
+        part = [hashes.popleft() for _ in range(min(len(hashes), most))]
         if not hashes:
             self._asked.popleft()
-        places = agent.find_images(part)
-        deliver([None if place is None else self._images.take(place) for place in places])
+        images = [None if place is None else self._images.take(place) for place in agent.find_images(part)]
+        if taken := len(images) - images.count(None):
+            self._pace.note(taken, began, self._clock.monotonic())
+        deliver(images)
         return True

@@ -1,7 +1,7 @@
 """The engine's part of transfers beside the steps: it takes images for saves, hands them over, and lands what was read.
 
 The lease agent decides what may be taken and landed now; the mover's threads do the rest. A turn takes and lands few
-bytes, so that the next step is not late.
+bytes, and while steps run it has a small share of the time (`ImagePace`), so that no step and no token is late.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Final, Protocol
 from common.contracts.clock import Clock
 from common.contracts.transfers import PeerSource, Transfer, TransferCosts, TransferEnd
 from gpuworker.engine.fetch_costs import FetchCosts
+from gpuworker.engine.image_pace import ImagePace
 from gpuworker.scheduling.images import Image, ImageMover, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
 
 _BYTES_A_TURN: Final = 4 << 20
-"""Bytes of images that one turn takes, and that it lands: some hundred microseconds."""
+"""Bytes of images that one turn takes, and that it lands, while no step runs."""
 _LEAST_PATIENCE: Final = 0.5
 _PATIENCE: Final = 4.0
 """A fetch that is this many times later than forecast counts as lost; so does one that is late by half a second."""
 _WORTH_WAITING: Final = 0.25
 """A fetch from a peer may be silent for this share of the time that computing takes: it may have to connect first."""
-_REMEMBERED: Final = 60.0
-"""Seconds after which it is forgotten that fetching is no clear gain: else one slow minute would end all fetches."""
 _FEW: Final = 16
-"""A fetch of so many blocks is to be a clear gain."""
+"""A fetch of so many blocks from a peer is to be a clear gain."""
 _MOST_MET: Final = 256
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
@@ -63,7 +62,7 @@ class Ended(Protocol):
 
 @dataclass(slots=True)
 class _Fetch:
-    """A fetch from a peer that has not ended: `left` of its blocks are open, and `came` of them have landed."""
+    """What one turn has asked of a peer, or of the disk: `left` of its blocks are open, `came` of them have landed."""
 
     transfers: Sequence[Transfer]
     began: float
@@ -85,18 +84,20 @@ class Transfers:
     ) -> None:
         """`reset` is the id of the last reset that the disk has carried out."""
         self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
-        self._a_turn = max(1, _BYTES_A_TURN // max(1, image_bytes))
+        self._save_pace, self._land_pace = (ImagePace(image_bytes, _BYTES_A_TURN) for _ in range(2))
         self._reading: dict[int, Transfer] = {}
-        # Fetches from peers by their transfers, and the sources from which one has ended: the first one has connected.
+        # Fetches by their transfers, and the peers from which one has ended: the first one has connected.
         self._fetching: dict[int, _Fetch] = {}
         self._met: set[tuple[str, bytes]] = set()
         self._landing: deque[tuple[Transfer, Image]] = deque()
         self._heard = 0.0  # when a read of the disk has ended or begun last
-        self._peer_costs, self._learnt = FetchCosts(), 0.0
+        self._peer_costs, self._disk_costs = FetchCosts(), FetchCosts()
+        self._disk_over = 0.0  # when a fetch from disk has ended last: the next one waited for it
+        self._paced = False  # whether something may land now but for the pace
         self._costs = TransferCosts(0.0, 0.0)
         self._reset, self._closed = reset, False
 
-    def turn(self, agent: LeaseAgent, compute_seconds: float) -> bool:
+    def turn(self, agent: LeaseAgent, compute_seconds: float, steps_run: bool = False) -> bool:
         """Do what can be done now; return whether anything was. Computing a block takes `compute_seconds`; 0: unknown.
 
         Call it between steps, before the next one is planned and before a report is sent.
@@ -105,9 +106,9 @@ class Transfers:
             self._reset = agent.reset
             if self._mover is not None:
                 self._mover.clear(agent.reset)
-        worked = self._begin(agent, compute_seconds)
+        worked = self._begin(agent, compute_seconds, steps_run)
         worked = self._gather(agent) or worked
-        worked = self._land(agent) or worked
+        worked = self._land(agent, steps_run) or worked
         self._note_costs(agent, compute_seconds)
         if self._mover is not None and not self._mover.usable and not self._closed:
             self._closed = True
@@ -118,9 +119,11 @@ class Transfers:
     @property
     def patience(self) -> float | None:
         """Seconds after which `turn` is to be called although nothing has ended; None: it need not be."""
-        if not self._reading:
-            return None
-        return max(0.0, self._heard + self._most_patience - self._clock.monotonic())
+        now = self._clock.monotonic()
+        waits = [self._land_pace.wait(now)] if self._paced else []
+        if self._reading:
+            waits.append(max(0.0, self._heard + self._most_patience - now))
+        return min(waits, default=None)
 
     @property
     def fetch_seconds(self) -> float:
@@ -133,12 +136,13 @@ class Transfers:
         return self._peer_costs.setup
 
     @property
-    def _read_seconds(self) -> float:
-        return self._mover.read_seconds if self._mover is not None else 0.0
+    def read_seconds(self) -> float:
+        """Seconds that fetching a block from disk takes, as learnt, its landing included; 0: not known."""
+        return self._disk_costs.mean
 
     @property
     def _most_patience(self) -> float:
-        return max(_LEAST_PATIENCE, _PATIENCE * self._read_seconds * len(self._reading))
+        return max(_LEAST_PATIENCE, _PATIENCE * self.read_seconds * len(self._reading))
 
     def close(self) -> None:
         for each in (self._mover, self._peers):
@@ -147,26 +151,34 @@ class Transfers:
 
     # ------------------------------------------------------------ a turn
 
-    def _begin(self, agent: LeaseAgent, compute: float) -> bool:
-        reads, saves = agent.take_reads(), agent.take_saves(self._a_turn)
-        for transfer in reads:
-            if transfer.peer is None and self._mover is not None:
-                if not self._reading:
-                    self._heard = self._clock.monotonic()
-                self._reading[id(transfer)] = transfer
-                self._mover.start(transfer)
+    def _begin(self, agent: LeaseAgent, compute: float, steps_run: bool) -> bool:
+        reads, now = agent.take_reads(), self._clock.monotonic()
+        saves = agent.take_saves(self._save_pace.allowed(now, steps_run))
         for peer in dict.fromkeys(transfer.peer for transfer in reads):
+            transfers = [transfer for transfer in reads if transfer.peer == peer]
+            fetch = _Fetch(transfers, now, len(transfers))
             if peer is not None and self._peers is not None:
-                self._fetch(peer, [transfer for transfer in reads if transfer.peer == peer], compute)
-        for transfer in saves:
-            if self._mover is not None:
+                self._fetching |= {id(transfer): fetch for transfer in transfers}
+                self._fetch(peer, transfers, compute)
+            elif peer is None and self._mover is not None:
+                self._fetching |= {id(transfer): fetch for transfer in transfers}
+                self._read(self._mover, transfers, now)
+        if saves and self._mover is not None:
+            began = self._clock.monotonic()
+            for transfer in saves:
                 self._mover.start(transfer, self._images.take(transfer.source))
+            self._save_pace.note(len(saves), began, self._clock.monotonic())
         return bool(reads or saves)
+
+    def _read(self, mover: ImageMover, transfers: list[Transfer], now: float) -> None:
+        if not self._reading:
+            self._heard = now
+        for transfer in transfers:
+            self._reading[id(transfer)] = transfer
+            mover.start(transfer)
 
     def _fetch(self, peer: PeerSource, transfers: list[Transfer], compute: float) -> None:
         assert self._peers is not None
-        fetch = _Fetch(transfers, self._clock.monotonic(), len(transfers))
-        self._fetching |= {id(transfer): fetch for transfer in transfers}
         forecast = self._peer_costs.setup + self._peer_costs.per_block * len(transfers)
         computed = compute * len(transfers)
         self._peers.fetch(peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast, _WORTH_WAITING * computed))
@@ -189,19 +201,29 @@ class Transfers:
         return bool(ended)
 
     def _note_fetched(self, transfer: Transfer, end: TransferEnd) -> None:
-        """Count a block of a peer that has landed or failed. The last one of a fetch that came whole ends it."""
-        peer = transfer.peer
-        if peer is None:
+        """Count a block that has landed or failed. The last one of a fetch that came whole ends it."""
+        fetch = self._fetching.pop(id(transfer), None)
+        if fetch is None:
             return
-        fetch = self._fetching.pop(id(transfer))
         fetch.left, fetch.came = fetch.left - 1, fetch.came + (end is TransferEnd.DONE)
-        if fetch.left or fetch.came < len(fetch.transfers):
+        if not fetch.left:
+            self._note_end(fetch, transfer.peer, self._clock.monotonic())
+
+    def _note_end(self, fetch: _Fetch, peer: PeerSource | None, now: float) -> None:
+        """Learn what a fetch took that has ended, if all of it came."""
+        began = max(fetch.began, self._disk_over) if peer is None else fetch.began
+        if peer is None:
+            self._disk_over = now
+        if fetch.came < len(fetch.transfers):
             return
-        source, self._learnt = (peer.worker_id, peer.public_incarnation), self._clock.monotonic()
-        if source not in self._met:
+        if peer is None:
+            self._disk_costs.learn(fetch.came, now - began, now)
+            return
+        source = peer.worker_id, peer.public_incarnation
+        if source in self._met:
+            self._peer_costs.learn(fetch.came, now - began, now)
+        else:
             self._met = {*self._met, source} if len(self._met) < _MOST_MET else {source}
-            return
-        self._peer_costs.learn(fetch.came, self._learnt - fetch.began)
 
     def _give_up(self, agent: LeaseAgent) -> None:
         """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
@@ -211,25 +233,33 @@ class Transfers:
             agent.end_transfer(transfer, TransferEnd.LATE)
         self._reading.clear()
 
-    def _land(self, agent: LeaseAgent) -> bool:
-        landed = 0
-        while self._landing and landed < self._a_turn:
+    def _land(self, agent: LeaseAgent, steps_run: bool) -> bool:
+        landed, began = 0, self._clock.monotonic()
+        most = self._land_pace.allowed(began, steps_run)
+        self._paced = False
+        while self._landing:
             transfer, image = self._landing[0]
             if agent.is_open(transfer):
-                if not agent.may_land(transfer):
+                self._paced = landed >= most
+                if self._paced or not agent.may_land(transfer):
                     break
                 self._images.land(transfer.target.index, image)
                 agent.end_transfer(transfer, TransferEnd.DONE)
                 landed += 1
             self._landing.popleft()
             self._note_fetched(transfer, TransferEnd.DONE)
+        if landed:
+            self._land_pace.note(landed, began, self._clock.monotonic())
         return landed > 0
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
-        dear = self._peer_costs.per_block + self._peer_costs.setup / _FEW > compute / 2
-        if dear and self._clock.monotonic() > self._learnt + _REMEMBERED:
-            self._peer_costs = FetchCosts()
-        costs = TransferCosts(compute, self._read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
+        # What is no clear gain is not fetched, so nothing new would be learnt: one slow minute would end all fetches.
+        now, peer = self._clock.monotonic(), self._peer_costs
+        if peer.per_block + peer.setup / _FEW > compute / 2:
+            peer.forget_old(now)
+        if self._disk_costs.mean > compute / 2:
+            self._disk_costs.forget_old(now)
+        costs = TransferCosts(compute, self.read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
         if any(map(_differs, astuple(costs), astuple(self._costs))):
             self._costs = costs
             agent.note_costs(costs)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Final
 
 from common.contracts.transfers import Transfer, TransferEnd
+from common.process.priority import stand_back
 from gpuworker.memory.disk_frames import DiskFrames
 from gpuworker.scheduling.images import EndedTransfer, Image, TransferFailed
 from gpuworker.serial_thread import SerialThread
 
 # How far each thread stands back behind those of the steps, where the system has priorities of threads.
 _READ_NICE, _WRITE_NICE = 5, 15
-_SMOOTHING: Final = 0.1  # share of the latest load in the level
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +29,6 @@ class DiskMover:
         self._disk, self._wake = disk, wake
         self._ended: deque[EndedTransfer] = deque()
         self._closed = False
-        self.read_seconds = 0.0
         self._reads = SerialThread("quire-disk-read", partial(_at_priority, _READ_NICE))
         self._writes = SerialThread("quire-disk-write", partial(_at_priority, _WRITE_NICE))
 
@@ -69,7 +63,7 @@ class DiskMover:
     def _carry_out(self, transfer: Transfer, work: Callable[[], bytes | None]) -> None:
         if self._closed:
             return
-        began, image, end = time.perf_counter(), None, TransferEnd.DONE
+        image, end = None, TransferEnd.DONE
         try:
             image = work()
         except TransferFailed as failure:
@@ -77,17 +71,11 @@ class DiskMover:
         except BaseException:  # each transfer ends, whatever the error is
             log.critical("transfer %d failed", transfer.id, exc_info=True)
             end = TransferEnd.FAILED
-        took = time.perf_counter() - began
-        if image is not None:
-            self.read_seconds += (took - self.read_seconds) * (_SMOOTHING if self.read_seconds else 1.0)
-        self._ended.append(EndedTransfer(transfer, image, end, took))
+        self._ended.append(EndedTransfer(transfer, image, end))
         self._wake()
 
 
 @contextmanager
 def _at_priority(nice: int) -> Iterator[None]:
-    """Lower the priority of this thread alone; Linux has one for each, other systems for whole processes."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    stand_back(nice)
     yield

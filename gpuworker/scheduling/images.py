@@ -42,26 +42,21 @@ class TransferFailed(Exception):
 
 
 class EndedTransfer(NamedTuple):
-    """A transfer that has ended, after `seconds` of work. A fetch that is DONE has the `image`, which is verified."""
+    """A transfer that has ended. A fetch that is DONE has the `image`, which is verified."""
 
     transfer: Transfer
     image: Image | None
     end: TransferEnd
-    seconds: float
 
 
 class ImageMover(Protocol):
     """Moves images to and from disk, beside the steps. Called from the engine's thread; `start` and `poll` never wait.
 
-    `read_seconds` is what a fetch takes of late, without its wait for others; 0 until there was one. Once the disk is
-    not `usable`, every transfer fails.
+    Once the disk is not `usable`, every transfer fails.
     """
 
     @property
     def usable(self) -> bool: ...
-
-    @property
-    def read_seconds(self) -> float: ...
 
     def start(self, transfer: Transfer, image: Image | None = None) -> None:
         """Begin a transfer, behind all earlier ones in its direction. A save has its image, which nobody changes."""

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.engine.transfers import Transfers
 from gpuworker.peers.carriers import CARRIERS
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
 from gpuworker.scheduling.images import ImageMover
@@ -110,16 +111,15 @@ class MaskCollector:
 class DiskCollector:
     """Makes metrics of the disk cache at each scrape; a worker without one has none."""
 
-    def __init__(self, disk: ImageMover, registry: CollectorRegistry) -> None:
-        self._disk = disk
+    def __init__(self, disk: ImageMover, transfers: Transfers, registry: CollectorRegistry) -> None:
+        self._disk, self._transfers = disk, transfers
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        disk = self._disk
         usable = "1 while the disk cache is in use, 0 once it was given up."
-        yield GaugeMetricFamily("quire:disk_usable", usable, value=float(disk.usable))
-        took = "Learnt time of reading a block from disk; 0 before the first one."
-        yield GaugeMetricFamily("quire:disk_read_seconds", took, value=disk.read_seconds)
+        yield GaugeMetricFamily("quire:disk_usable", usable, value=float(self._disk.usable))
+        took = "Learnt time of fetching a block from disk into host memory; 0 while it is not known."
+        yield GaugeMetricFamily("quire:disk_read_seconds", took, value=self._transfers.read_seconds)
 
 
 class CarrierCollector:

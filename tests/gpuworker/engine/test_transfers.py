@@ -25,7 +25,7 @@ class Mover:
     """Ends what it is told to end, in the order in which the test says so."""
 
     def __init__(self) -> None:
-        self.usable, self.read_seconds = True, 0.0
+        self.usable = True
         self.started: list[tuple[Transfer, Image | None]] = []
         self.ended: list[EndedTransfer] = []
         self.calls: list[str] = []
@@ -45,21 +45,25 @@ class Mover:
 
     def end(self, transfer: Transfer, end: TransferEnd = DONE) -> None:
         image = f"image {transfer.id}".encode() if end is DONE and not transfer.saves else None
-        self.ended.append(EndedTransfer(transfer, image, end, 0.01))
+        self.ended.append(EndedTransfer(transfer, image, end))
 
 
 class Images:
-    """Remembers what was taken and landed."""
+    """Remembers what was taken and landed, each in `seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
         self.taken: list[Place] = []
         self.landed: list[tuple[FrameId, Image]] = []
+        self.seconds = 0.0
 
     def take(self, place: Place) -> Image:
+        self.clock.advance(self.seconds)
         self.taken.append(place)
         return f"{place.medium.name} {place.index}".encode()
 
     def land(self, frame: FrameId, image: Image) -> None:
+        self.clock.advance(self.seconds)
         self.landed.append((frame, image))
 
 
@@ -67,7 +71,8 @@ class Side:
     """A worker whose blocks 0 to 19 hold a prompt, and its transfers with images of 1 MiB: four a turn."""
 
     def __init__(self, image_bytes: int = MIB, reset: int = 0) -> None:
-        self.clock, self.mover, self.images = ManualClock(100.0), Mover(), Images()
+        self.clock, self.mover = ManualClock(100.0), Mover()
+        self.images = Images(self.clock)
         self.driver = Driver(24, SIZE, host_frames=BLOCKS, disk_frames=BLOCKS)
         self.agent = self.driver.agent
         self.agent.restore_saved((), reset)
@@ -83,8 +88,20 @@ class Side:
     def give(self, *transfers: Transfer, tier: tuple[TierCopy, ...] = (), reset: int = 0) -> None:
         self.agent.apply_grant(GrantBatch(0, tier=tier, reset=reset, transfers=transfers))
 
-    def turn(self, compute: float = 0.0) -> bool:
-        return self.transfers.turn(self.agent, compute)
+    def turn(self, compute: float = 0.0, steps_run: bool = False) -> bool:
+        return self.transfers.turn(self.agent, compute, steps_run)
+
+    def fetched(self, seconds: float, *numbers: int, compute: float = 0.0) -> None:
+        """Let blocks be fetched, and land after so many seconds."""
+        transfers = [fetch(number) for number in numbers]
+        self.give(*transfers)
+        self.turn(compute)
+        self.clock.advance(seconds)
+        for transfer in transfers:
+            self.mover.end(transfer)
+        while self.turn(compute):
+            pass
+        self.report()
 
     def started(self) -> list[int]:
         return [transfer.id for transfer, _ in self.mover.started]
@@ -205,11 +222,11 @@ def test_a_fetch_that_takes_half_a_second_is_given_up(caplog: pytest.LogCaptureF
 
 def test_each_end_renews_patience_and_slow_disks_get_four_times_what_they_take() -> None:
     side = Side()
+    side.fetched(0.4, 10, 11)
     transfers = [fetch(n) for n in range(4)]
     side.give(*transfers)
     side.turn()
     side.clock.advance(0.4)
-    side.mover.read_seconds = 0.2
     side.mover.end(transfers[0])
     side.turn()
     assert side.transfers.patience == pytest.approx(4 * 0.2 * 3)
@@ -290,13 +307,140 @@ def test_a_disk_that_is_not_usable_is_given_up_once() -> None:
 
 def test_costs_are_told_when_they_have_changed_by_a_quarter() -> None:
     side = Side()
+    side.fetched(0.25, 0)
     told = []
-    for number, (compute, read) in enumerate([(1.0, 0.4), (1.2, 0.49), (1.2, 0.51), (1.6, 0.51), (1.6, 0.4)], start=1):
-        side.mover.read_seconds = read
+    for number, compute in enumerate([1.0, 1.2, 1.3, 1.6, 1.7], start=1):
         side.turn(compute)
         side.driver.submit(number, [1, 2, 3])  # costs alone are worth no report
         told.append(side.report().transfer_costs)
-    assert told == [TransferCosts(1.0, 0.4), None, TransferCosts(1.2, 0.51), TransferCosts(1.6, 0.51), None]
+    assert told == [TransferCosts(1.0, 0.25), None, TransferCosts(1.3, 0.25), None, TransferCosts(1.7, 0.25)]
+
+
+def test_a_fetch_from_disk_lasts_until_its_last_block_has_landed() -> None:
+    """A sequence waits for all of it: that the host's memory is slow is a part of what fetches take."""
+    side = Side()
+    transfers = [fetch(n) for n in range(5)]
+    side.give(*transfers)
+    side.turn()
+    side.clock.advance(1.0)
+    for transfer in transfers:
+        side.mover.end(transfer)
+    side.turn()
+    assert (len(side.landed()), side.transfers.read_seconds) == (4, 0.0)
+    side.clock.advance(0.5)
+    side.turn()
+    assert side.transfers.read_seconds == pytest.approx(1.5 / 5)
+
+
+def test_a_fetch_from_disk_does_not_count_its_wait_for_the_one_before() -> None:
+    side = Side()
+    first, second = [fetch(0), fetch(1)], [fetch(2), fetch(3)]
+    side.give(*first)
+    side.turn()
+    side.give(*second)
+    side.turn()
+    side.clock.advance(2.0)
+    for transfer in first:
+        side.mover.end(transfer)
+    side.turn()
+    side.clock.advance(3.0)
+    for transfer in second:
+        side.mover.end(transfer)
+    side.turn()
+    assert side.transfers.read_seconds == pytest.approx((0.9 * 2.0 + 3.0) / (0.9 * 2 + 2))
+
+
+def test_what_came_too_late_teaches_how_long_it_took_and_what_failed_teaches_nothing() -> None:
+    side = Side()
+    transfers = [fetch(0), fetch(1)]
+    side.give(*transfers)
+    side.turn()
+    side.clock.advance(0.6)
+    side.turn()
+    assert side.report().ended == ((0, LATE), (1, LATE))
+    side.clock.advance(1.4)
+    for transfer in transfers:
+        side.mover.end(transfer)
+    side.turn()
+    assert side.transfers.read_seconds == 1.0
+    side.give(fetch(2), fetch(3))
+    side.turn()
+    side.clock.advance(30.0)
+    (_, second) = (transfer for transfer, _ in side.mover.started[-2:])
+    side.mover.end(side.mover.started[-2][0])
+    side.mover.end(second, FAILED)
+    side.turn()
+    assert side.transfers.read_seconds == 1.0
+
+
+def test_after_a_minute_without_a_fetch_nobody_knows_that_a_disk_is_no_gain() -> None:
+    """Blocks that take longer to read than to compute are not fetched: only so are they tried again."""
+    side = Side()
+    side.fetched(0.6, 0, compute=1.0)
+    side.clock.advance(60.0)
+    side.turn(compute=1.0)
+    assert side.transfers.read_seconds == pytest.approx(0.6)
+    side.clock.advance(0.1)
+    side.turn(compute=1.3)
+    assert side.transfers.read_seconds == pytest.approx(0.6), "a gain is remembered"
+    side.turn(compute=1.0)
+    assert side.transfers.read_seconds == 0.0
+    side.fetched(0.4, 1, compute=1.0)
+    assert side.transfers.read_seconds == pytest.approx(0.4)
+
+
+# ---------------------------------------------------------------- beside steps
+
+
+def test_beside_steps_images_are_taken_a_few_at_a_time_and_rest_ten_times_as_long() -> None:
+    side = Side(image_bytes=1 << 16)
+    side.images.seconds = 0.0001
+    side.give(*map(save, range(10)))
+    assert side.turn(steps_run=True)
+    assert side.started() == list(range(10)), "what one takes is not known yet"
+    side.give(*map(save, range(10, 20)))
+    assert not side.turn(steps_run=True)
+    side.clock.advance(9 * 0.001 + 1e-6)
+    assert side.turn(steps_run=True)
+    assert side.started() == list(range(12)), "two take less than a quarter of a millisecond"
+    assert side.turn()
+    assert side.started() == list(range(20)), "no step runs"
+
+
+def test_beside_steps_images_land_a_few_at_a_time_and_the_engine_looks_again() -> None:
+    side = Side(image_bytes=1 << 16)
+    side.images.seconds = 0.0001
+    side.fetched(0.1, 10)
+    transfers = [fetch(n) for n in range(6)]
+    side.give(*transfers)
+    side.turn()
+    for transfer in transfers:
+        side.mover.end(transfer)
+    side.clock.advance(9 * 0.0001 + 1e-6)
+    assert side.turn(steps_run=True)
+    assert side.landed() == [10, 0, 1]
+    assert not side.turn(steps_run=True)
+    assert side.transfers.patience == pytest.approx(9 * 0.0002)
+    side.clock.advance(9 * 0.0002 + 1e-6)
+    assert side.turn(steps_run=True)
+    assert side.landed() == [10, 0, 1, 2, 3]
+    assert side.turn(), "no step runs"
+    assert side.landed() == [10, 0, 1, 2, 3, 4, 5]
+    assert side.transfers.patience is None
+
+
+def test_a_landing_that_waits_for_a_copy_does_not_keep_the_engine_awake() -> None:
+    side = Side()
+    side.images.seconds = 0.0001
+    side.fetched(0.1, 10)
+    waiting = fetch(0)
+    side.give(waiting, tier=(TierCopy(BlockId(3), FrameId(0)),))
+    side.turn()
+    side.mover.end(waiting)
+    side.clock.advance(1.0)
+    side.turn(steps_run=True)
+    assert side.landed() == [10]
+    assert side.transfers.patience is None
 
 
 def test_the_mover_is_closed_with_the_engine() -> None:

@@ -65,17 +65,12 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading
 
 def test_a_block_that_is_saved_is_fetched_again(transfers: Moves) -> None:
     saved, loaded = save("a", 1, number=4), fetch("a", 1, number=5)
-    assert transfers.mover.read_seconds == 0.0
     transfers.mover.start(saved, image_of("a"))
-    ((transfer, image, end, _),) = transfers.ended(1)
+    ((transfer, image, end),) = transfers.ended(1)
     assert (transfer, image, end) == (saved, None, TransferEnd.DONE)
     transfers.mover.start(loaded)
-    ((transfer, image, end, seconds),) = transfers.ended(1)
+    ((transfer, image, end),) = transfers.ended(1)
     assert (transfer, image, end) == (loaded, image_of("a"), TransferEnd.DONE)
-    assert transfers.mover.read_seconds == seconds > 0
-    transfers.mover.start(loaded)
-    ((*_, later),) = transfers.ended(1)
-    assert transfers.mover.read_seconds == pytest.approx(0.9 * seconds + 0.1 * later)
 
 
 def test_moves_that_fail_say_how(transfers: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +89,6 @@ def test_moves_that_fail_say_how(transfers: Moves, monkeypatch: pytest.MonkeyPat
         transfers.mover.start(save(frame, 1), image_of(frame))
     assert {each.end for each in transfers.ended(7)} == {TransferEnd.FAILED}
     assert not transfers.mover.usable
-    assert transfers.mover.read_seconds == 0.0
 
 
 def test_an_error_that_nobody_foresaw_ends_a_move_too(transfers: Moves, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +154,7 @@ def test_the_threads_stand_back_and_no_other_does(transfers: Moves) -> None:
         return found
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    expected = {"quire-disk-read": 5, "quire-disk-write": 15}
+    expected = {"quire-disk-read": min(19, own + 5), "quire-disk-write": min(19, own + 15)}
     assert until(lambda found: found == expected) == expected
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 

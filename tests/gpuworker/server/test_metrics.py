@@ -56,8 +56,8 @@ def test_late_masks_are_counted() -> None:
 
 
 def test_a_disk_cache_says_whether_it_is_in_use_and_how_long_a_read_takes() -> None:
-    registry, mover = CollectorRegistry(), Mock(usable=True, read_seconds=0.0025)
-    DiskCollector(mover, registry)
+    registry, mover = CollectorRegistry(), Mock(usable=True)
+    DiskCollector(mover, Mock(read_seconds=0.0025), registry)
     assert [registry.get_sample_value(f"quire:disk_{name}") for name in ("usable", "read_seconds")] == [1.0, 0.0025]
     mover.usable = False
     assert registry.get_sample_value("quire:disk_usable") == 0.0

@@ -15,10 +15,13 @@ from typing import Any
 
 from gpuworker import main
 from gpuworker.engine import transfers
+from gpuworker.engine.image_pace import ImagePace
 from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.peers.client import PeerClient
 from gpuworker.plane import data_port
 
+# While it holds, the engine looks this often whether it still does.
+_LOOK_SECONDS = 0.01
 _land, _turn = PeerClient.land, ImageRequests.turn
 
 
@@ -37,14 +40,14 @@ def land(client: PeerClient, *given: Any, **named: Any) -> None:
 def holding_turn(hold: Path) -> Any:
     answered = False
 
-    def turn(requests: ImageRequests, agent: Any) -> bool:
+    def turn(requests: ImageRequests, agent: Any, steps_run: bool = False) -> bool:
         nonlocal answered
         if not hold.exists():
             answered = False
-            return _turn(requests, agent)
+            return _turn(requests, agent, steps_run)
         if answered or not requests._asked:
             return False
-        answered, requests._a_turn = True, 1
+        answered, requests._pace = True, ImagePace(1, 1)
         worked = _turn(requests, agent)
         say("HOLDS")
         return worked
@@ -57,6 +60,7 @@ def run() -> int:
     setattr(PeerClient, "land", land)  # noqa: B010
     if folder := os.environ.get("PEER_TEST_HOLD"):
         setattr(ImageRequests, "turn", holding_turn(Path(folder) / worker_id))  # noqa: B010
+        setattr(ImageRequests, "patience", property(lambda _: _LOOK_SECONDS))  # noqa: B010
     if os.environ.get("PEER_TEST_CARRIER") in ("tcp", "nixl"):
         setattr(data_port, "host_key", bytes)  # noqa: B010
     if patience := os.environ.get("PEER_TEST_PATIENCE"):
