@@ -24,6 +24,7 @@ import xxhash
 
 from common.contracts.limits import MAX_PEER_ITEMS
 from common.contracts.transfers import PeerSource, Transfer, TransferEnd
+from common.process.priority import stand_back
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import InlineInlet, RingInlet, inlet_for
 from gpuworker.peers.channel import Channel, ChannelBroken, ChannelTimedOut, Pace, words_of
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # So much must come within the patience of a fetch, or the rest of an image.
 _PROGRESS_BYTES: Final = 64 << 10
+# How far a fetcher stands back behind the threads of the steps.
+_NICE: Final = 5
 
 
 class EndedTransfer(NamedTuple):
@@ -328,6 +331,7 @@ class _Fetcher:
             connection.channel.break_off()
 
     def _run(self) -> None:
+        stand_back(_NICE)
         while True:
             try:
                 fetch = self.fetches.get(timeout=self._client.bounds.idle_seconds)

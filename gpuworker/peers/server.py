@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import xxhash
 
@@ -31,6 +31,7 @@ from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, verify_token
 from common.contracts.transfers import TransferEnd
 from common.contracts.types import BlockHash
+from common.process.priority import stand_back
 from common.untrusted.rare_lines import RareLines
 from gpuworker.peers import wire
 from gpuworker.peers.carriers import (
@@ -47,6 +48,9 @@ from gpuworker.peers.nixl import Carriers, NixlSlots, is_private
 from gpuworker.peers.wire import Hello, PeerIdentity, Refusal, Request, RingReply, Taken, WireError
 
 log = logging.getLogger(__name__)
+
+# How far the thread of a connection stands back behind the threads of the steps.
+_NICE: Final = 5
 
 Deliver = Callable[[Sequence[Image | None]], None]
 """Hands over the images of the next hashes in their order, None for one that is not there; any thread may call it."""
@@ -197,6 +201,7 @@ class PeerServer:
             self._leave(thread, address, None, connected)
 
     def _run(self, connected: socket.socket, address: str) -> None:
+        stand_back(_NICE)
         session = _Session(self, self._doors, self._staging, self._rings, address)
         try:
             session.serve(connected)
