@@ -24,6 +24,7 @@ from common.contracts.lease import Copy, TierCopy
 from common.contracts.transfers import Medium, Place
 from common.contracts.types import FrameId
 from gpuworker.memory.devices import unwritten
+from gpuworker.memory.warming import warm_memory
 from gpuworker.scheduling.images import Image
 
 
@@ -42,7 +43,14 @@ class HostFrames:
         self._pinned = bool(pools) and pools[0].device.type == "cuda"
         self.images = self._allocated(num_frames)
         self._parts = list(self._views(self.images))
+        # On a CPU each pool as bytes, [layers, blocks, bytes], and where it begins in an image.
+        self._plain = [] if self._pinned else [(_plain(pool), at) for pool, _, at in self._parts]
         self._staged: tuple[torch.Tensor, torch.cuda.Stream] | None = None
+
+    def warm(self) -> None:
+        """Let the system give the memory of all frames beside the steps, not at the first copy into each."""
+        if not self._pinned:
+            warm_memory(self.images)
 
     def _allocated(self, num_frames: int) -> torch.Tensor:
         """Return room for images; what lies behind the last pool of each is zero."""
@@ -84,11 +92,10 @@ class HostFrames:
         if self._pinned:
             return self._take_from_device(place.index)
         image = bytearray(self.image_bytes)
-        for pool, _, at in self._parts:
-            size = _bytes_of(pool)
+        for plain, at in self._plain:
+            runs = plain[:, place.index]
             # numpy's copies need no other thread; torch's would take those of a step that runs.
-            runs = np.frombuffer(image, np.uint8, size, at).reshape(pool.shape[0], -1)
-            runs[:] = _plain(pool)[:, place.index]
+            np.frombuffer(image, np.uint8, runs.size, at).reshape(runs.shape)[:] = runs
         return image
 
     def _take_from_device(self, block: FrameId) -> Image:

@@ -309,11 +309,13 @@ def _allocated_frames(cache: KvCache, memory: BytePlan) -> HostFrames | None:
     if not memory.host_frames:
         return None
     try:
-        return HostFrames(cache.pools, memory.frame_bytes, memory.host_frames)
+        frames = HostFrames(cache.pools, memory.frame_bytes, memory.host_frames)
     except (MemoryError, OSError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
         what = f"{in_words(memory.host)} of the host's memory cannot be had: {first}; ask for less"
         raise InvalidConfig(FieldViolation("--host-memory", what)) from error
+    frames.warm()
+    return frames
 
 
 def _reserve_states(model: TransformersModel | LlamaModel, memory: BytePlan) -> None:
