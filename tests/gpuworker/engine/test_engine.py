@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
-from common.contracts.clock import ManualClock
+from common.contracts.clock import ManualClock, SystemClock
 from common.contracts.errors import EngineFailure
 from common.contracts.lease import (
     Admit,
@@ -18,11 +20,15 @@ from common.contracts.lease import (
     GrantBatch,
     Granted,
     LeaseEvent,
+    TierCopy,
 )
-from common.contracts.types import BlockId, FinishReason, SequenceId
+from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Place, Transfer, TransferEnd
+from common.contracts.types import BlockHash, BlockId, FinishReason, FrameId, SequenceId
 from gpuworker.engine.engine import MOST_FAILED
 from gpuworker.engine.ports import Delayed, EngineOutputs
+from gpuworker.engine.transfers import Transfers
 from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult
+from gpuworker.scheduling.images import EndedTransfer, Image
 from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import GREEDY, PATIENCE, EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
@@ -400,3 +406,67 @@ def test_an_answer_to_a_session_that_was_left_is_nobodys(scripted: tuple[EngineD
     assert attach.session > 2
     assert attach.incarnation == driver.engine.attach.incarnation != channel.attached[0][0].incarnation
     assert not inventory.sequences
+
+
+class _Peers:
+    """A peer that has been asked, and from which nothing has come yet."""
+
+    def __init__(self) -> None:
+        self.coming = list[EndedTransfer]()
+
+    def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
+        self.asked = tuple(transfers)
+
+    def poll(self) -> list[EndedTransfer]:
+        found, self.coming = self.coming, []
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+class _Frames:
+    def __init__(self) -> None:
+        self.landed = list[tuple[FrameId, Image]]()
+
+    def take(self, place: Place) -> Image:
+        raise AssertionError(f"nobody asks for {place}")
+
+    def land(self, frame: FrameId, image: Image) -> None:
+        self.landed.append((frame, image))
+
+
+def test_other_sequences_get_their_tokens_while_a_fetch_is_open() -> None:
+    """Who waits for a fetch is in no step; the others' steps neither wait for it nor stop when it lands."""
+    runner, channel, outputs = ManualRunner(), ScriptedChannel(), list[EngineOutputs]()
+    config = replace(CONFIG, host_frames=2, serves_peers=True)
+    driver = EngineDriver(runner, config, channel, sink=outputs.append)
+    peers, frames = _Peers(), _Frames()
+    driver.engine.transfer_by(Transfers(frames, 64, SystemClock(), None, peers))
+    waits, runs = driver.submit([9, 9, 9, 9, 9], 2), driver.submit([1, 2, 3], 8)
+    peer = PeerSource("red", bytes(16), "127.0.0.1:1", bytes(16), 0)
+    ordered = Transfer(
+        1, driver.hashes([9, 9, 9, 9])[0], BlockHash(b""), 0, FROM_PEER, Place(Medium.HOST, FrameId(0)), peer
+    )
+    admit = Admit(runs, (BlockId(0), BlockId(1), BlockId(2)), 0)
+    channel.events += [Connected(), Attached(1, AttachOk(1, 0))]
+    channel.events.append(Granted(1, GrantBatch(0, admit=(admit,), transfers=(ordered,))))
+    driver.engine.turn()
+    assert peers.asked == (ordered,)
+    for _ in range(3):
+        runner.step()
+        driver.engine.turn()
+    assert [tokens for each in outputs for tokens in each.tokens] == [(runs, (7,))] * 3
+    assert driver.engine._patience is None, "nothing is to be done but what wakes the engine"
+    peers.coming = [EndedTransfer(ordered, b"image", TransferEnd.DONE)]
+    driver.engine.turn()
+    assert frames.landed == [(0, b"image")], "a step runs"
+    assert channel.reports[-1][1].ended == ((1, TransferEnd.DONE),)
+    loaded = Admit(waits, (BlockId(3), BlockId(4)), 1)
+    batch = GrantBatch(0, admit=(loaded,), tier=(TierCopy(BlockId(3), FrameId(0), load=True),))
+    channel.events.append(Granted(1, batch))
+    driver.engine.turn()
+    for _ in range(3):  # two steps were planned before
+        runner.step()
+        driver.engine.turn()
+    assert {sequence for each in outputs for sequence, _ in each.tokens} == {runs, waits}
