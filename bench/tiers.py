@@ -12,10 +12,11 @@ order. Five loads:
 * unused: prompts that fit into the pool, so that nothing leaves it.
 * no_reuse: prompts that share nothing, and each of which makes the one before leave the pool.
 
-Two more are of a disk behind the host tier (`--disk-cache`):
+Three more are of a disk behind the host tier (`--disk-cache`):
 
 * restart: prompts that share prefixes, before a process is killed and after another one has its folder.
 * saving: `no_reuse` with a disk, to which each block is saved, against the host tier alone.
+* unused_disk: requests that fill no block, with a disk to which nothing is saved, against the host tier alone.
 
 Every pair checks that both engines give the same tokens, and that blocks moved where they should, and nowhere else.
 """
@@ -95,6 +96,12 @@ def loads(scale: float, pairs: int = 1) -> dict[str, Sizes]:
             4 * (256 + 32) // BLOCK_SIZE, 3, lambda seed: equal_requests(2 * rows, 256, 24, seed, _VOCABULARY)
         ),
     }
+
+
+def short_requests(scale: float) -> Sizes:
+    """Return requests that fill no block."""
+    requests, tokens = max(4, round(400 * scale)), BLOCK_SIZE // 2
+    return Sizes(64, 12, lambda seed: equal_requests(requests, tokens, tokens - 1, seed, _VOCABULARY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +300,23 @@ def restart_figures(plane: ModelPlane, requests: int, rounds: int) -> dict[str, 
 
 
 def saving_figures(plane: ModelPlane, sizes: Sizes, pairs: int) -> dict[str, float]:
-    """Compare an engine that saves each block to disk with one that has the host tier alone."""
+    """Return throughput where each block is saved to disk and none comes back, over that with the host tier alone."""
+    ratios, saved = beside_disk(plane, sizes, pairs, "saving")
+    assert all(saved), "nothing was saved"
+    figures = dict(zip(_intervals("throughput_ratio_disk"), median_interval(ratios), strict=True))
+    return figures | {"saved_saving": statistics.median(saved)}
+
+
+def unused_disk_figures(plane: ModelPlane, sizes: Sizes, pairs: int) -> dict[str, float]:
+    """Return seconds of prompts that are shorter than a block, of which nothing is saved, with a disk over without."""
+    ratios, saved = beside_disk(plane, sizes, pairs, "unused_disk")
+    assert not any(saved), f"{saved} blocks were saved"
+    ratio, lower, upper = median_interval(ratios)
+    return dict(zip(_intervals("disk_cost_when_unused"), (1 / ratio, 1 / upper, 1 / lower), strict=True))
+
+
+def beside_disk(plane: ModelPlane, sizes: Sizes, pairs: int, name: str) -> tuple[list[float], list[int]]:
+    """Return the throughput of an engine with a disk over one that has the host tier alone, and the blocks it saved."""
     changes: dict[str, Any] = {
         "num_blocks": sizes.blocks,
         "max_num_seqs": sizes.sequences,
@@ -310,16 +333,14 @@ def saving_figures(plane: ModelPlane, sizes: Sizes, pairs: int) -> dict[str, flo
         for index in range(pairs + 1):
             runs, before = dict[str, Run](), engines_of["disk"].totals.disk_stores
             for which in ("disk", "plain") if index % 2 else ("plain", "disk"):
-                runs[which] = drive(engines_of[which], sizes, sizes.workload(index), salt=f"saving-{index}")
+                runs[which] = drive(engines_of[which], sizes, sizes.workload(index), salt=f"{name}-{index}")
             _await_saves(engines_of["disk"])
             if index:
                 rates = {which: run.tokens / run.seconds for which, run in runs.items()}
                 ratios.append(rates["disk"] / rates["plain"])
                 saved.append(engines_of["disk"].totals.disk_stores - before)
-                progress(f"saving: pair {index} of {pairs}, throughput {ratios[-1]:.3f}", end=index == pairs)
-    assert all(saved), "nothing was saved"
-    figures = dict(zip(_intervals("throughput_ratio_disk"), median_interval(ratios), strict=True))
-    return figures | {"saved_saving": statistics.median(saved)}
+                progress(f"{name}: pair {index} of {pairs}, throughput {ratios[-1]:.3f}", end=index == pairs)
+    return ratios, saved
 
 
 def _intervals(figure: str) -> tuple[str, str, str]:
@@ -342,6 +363,7 @@ NOTES = {
     "warm_restart_ttft": "mean time to first token of each prefix's first prompt then, with the disk over without",
     "throughput_ratio_disk": "tokens a second while each block is saved and none comes back, with over without",
     "saved_saving": "blocks that were saved in such a run",
+    "disk_cost_when_unused": "seconds of a load of which nothing is saved, with a disk over without",
     "load_over_memcpy": "bytes a second of loading 64 blocks from frames, over one memcpy of as many bytes",
 }
 
@@ -375,7 +397,7 @@ def main() -> None:
     flags.add_argument("--shape", choices=SHAPES, default="small", help="the model: small ones, or one of 128 M")
     flags.add_argument("--dtype", default="float32", help="type of weights and of K and V")
     flags.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
-    flags.add_argument("--only", choices=[*loads(1.0), "restart", "saving"], help="one load alone")
+    flags.add_argument("--only", choices=[*loads(1.0), "restart", "saving", "unused_disk"], help="one load alone")
     args = flags.parse_args()
     plane = data_plane(
         None,
@@ -395,6 +417,8 @@ def main() -> None:
         figures |= restart_figures(plane, max(20, round(100 * args.scale)), args.pairs)
     if args.only in (None, "saving"):
         figures |= saving_figures(plane, loads(args.scale, args.pairs)["no_reuse"], args.pairs)
+    if args.only in (None, "unused_disk"):
+        figures |= unused_disk_figures(plane, short_requests(args.scale), args.pairs)
     if args.only is None:
         figures["load_over_memcpy"] = load_over_memcpy(plane)
     report("tiers", figures, NOTES, args.json)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from common.contracts.clock import Clock
@@ -94,7 +94,7 @@ class Transfers:
         self._peer_costs, self._disk_costs = FetchCosts(), FetchCosts()
         self._disk_over = 0.0  # when a fetch from disk has ended last: the next one waited for it
         self._paced = False  # whether something may land now but for the pace
-        self._costs = TransferCosts(0.0, 0.0)
+        self._costs = (0.0, 0.0, 0.0, 0.0)  # as told: `TransferCosts`
         self._reset, self._closed = reset, False
 
     def turn(self, agent: LeaseAgent, compute_seconds: float, steps_run: bool = False) -> bool:
@@ -259,10 +259,10 @@ class Transfers:
             peer.forget_old(now)
         if self._disk_costs.mean > compute / 2:
             self._disk_costs.forget_old(now)
-        costs = TransferCosts(compute, self.read_seconds, self._peer_costs.per_block, self._peer_costs.setup)
-        if any(map(_differs, astuple(costs), astuple(self._costs))):
-            self._costs = costs
-            agent.note_costs(costs)
+        new = compute, self._disk_costs.mean, peer.per_block, peer.setup
+        if any(map(_differs, new, self._costs)):
+            self._costs = new
+            agent.note_costs(TransferCosts(*new))
 
 
 def _differs(new: float, old: float) -> bool:

@@ -19,3 +19,13 @@ def test_a_load_moves_what_it_should(load: str, figure: str) -> None:
     assert (figures[f"loads_{load}"] > 0) == (load != "no_reuse")
     if load == "swap":
         assert 0 <= figures["swap_redone"] < 1 <= figures["swap_redone_plain"]
+
+
+@pytest.mark.parametrize(
+    ("load", "figure"), [("saving", "throughput_ratio_disk"), ("unused_disk", "disk_cost_when_unused")]
+)
+def test_a_disk_saves_what_it_should(load: str, figure: str) -> None:
+    """The benchmark checks that blocks were saved, and that none was where none fills up."""
+    figures, _ = run_benchmark("tiers", "--pairs", "1", "--scale", "0.2", "--only", load)
+    assert figures[figure] > 0
+    assert ("saved_saving" in figures) == (load == "saving")
