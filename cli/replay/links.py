@@ -114,19 +114,16 @@ class _Disk:
     usable = True
 
     def __init__(self, image_s: float, clock: Clock, timers: Timers, wake: Callable[[], None]) -> None:
-        self._clock, self._timers, self._wake, self._image_s = clock, timers, wake, image_s
+        self._clock, self._timers, self._wake = clock, timers, wake
         self._reads, self._writes, self._ended = _Line(image_s), _Line(image_s), list[EndedTransfer]()
-        self.read_seconds = 0.0
 
     def start(self, transfer: Transfer, image: Image | None = None) -> None:
         line = self._writes if transfer.saves else self._reads
         line.free_at = line.after(self._clock.monotonic())
-        ended = EndedTransfer(transfer, None if transfer.saves else _IMAGE, TransferEnd.DONE, self._image_s)
+        ended = EndedTransfer(transfer, None if transfer.saves else _IMAGE, TransferEnd.DONE)
         self._timers.call_at(line.free_at, lambda: self._end(ended))
 
     def _end(self, ended: EndedTransfer) -> None:
-        if not ended.transfer.saves:
-            self.read_seconds = self._image_s
         self._ended.append(ended)
         self._wake()
 
@@ -169,15 +166,15 @@ class LinkFetches:
         for image in images:
             transfer = fetch.left.pop(0)
             if image is None:
-                self._end(EndedTransfer(transfer, None, TransferEnd.STALE, 0.0))
+                self._end(EndedTransfer(transfer, None, TransferEnd.STALE))
                 continue
             due = max(sends.after(now), receives.after(now))
             if due > fetch.heard_at + fetch.patience:
-                late = EndedTransfer(transfer, None, TransferEnd.LATE, 0.0)
+                late = EndedTransfer(transfer, None, TransferEnd.LATE)
                 self._links.timers.call_at(fetch.heard_at + fetch.patience, self._ending(late))
                 continue
             sends.free_at = receives.free_at = fetch.heard_at = due
-            self._links.timers.call_at(due, self._ending(EndedTransfer(transfer, image, TransferEnd.DONE, 0.0)))
+            self._links.timers.call_at(due, self._ending(EndedTransfer(transfer, image, TransferEnd.DONE)))
 
     def _ending(self, ended: EndedTransfer) -> Callable[[], None]:
         return lambda: self._end(ended)
@@ -219,7 +216,7 @@ class Links:
     def connect(self, worker_id: str, wake: Callable[[], None]) -> tuple[Transfers, ImageRequests]:
         """Return what moves the blocks of a worker, and what answers its peers; `wake` lets its engine turn."""
         moves, rates, images = self.moves, self.moves.rates, _Images()
-        requests = ImageRequests(images, self._bytes, wake)
+        requests = ImageRequests(images, self._bytes, self.clock, wake)
         self.ports[worker_id] = _Port(self._bytes / rates.peer, requests)
         disk = _Disk(self._bytes / rates.disk, self.clock, self.timers, wake) if moves.disk_blocks else None
         peers = self.fetches(worker_id, wake) if moves.peers else None

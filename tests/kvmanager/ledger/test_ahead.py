@@ -24,7 +24,7 @@ PREFETCH = AheadKind.PREFETCH
 class Source:
     """A peer that has so many leading blocks of each prompt."""
 
-    worker_id = "source"
+    worker_id, ahead = "source", 0
 
     def __init__(self, blocks: int) -> None:
         self.blocks, self.served = blocks, list[list[BlockHash]]()
