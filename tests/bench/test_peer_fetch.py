@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.peer_fetch import crossing
+from bench.peer_fetch import crossing, p99, pooled_ratio
 from tests.support.bench_process import run_benchmark
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
@@ -17,6 +17,13 @@ def test_prefixes_of_the_other_worker_are_fetched() -> None:
     assert figures["blocks_fetched"] == 4 * 4 + 2 * 16
     assert figures["forecasts"] > 0
     assert all(figures[name] > 0 for name in ("ttft_ratio_64", "ttft_ratio_256", "source_itl_p99_ratio"))
+
+
+def test_gaps_of_all_rounds_make_one_ratio() -> None:
+    slow, quick = [*[1.0] * 98, 4.0, 4.0], [*[1.0] * 98, 2.0, 2.0]
+    assert pooled_ratio([slow, slow], [quick, quick]) == (2.0, 2.0, 2.0)
+    ratio, lower, upper = pooled_ratio([slow, quick], [quick, quick])
+    assert (ratio, lower, upper) == (p99([*slow, *quick]) / 2.0, 1.0, 2.0)
 
 
 def test_two_lines_cross_where_both_are_equal() -> None:
