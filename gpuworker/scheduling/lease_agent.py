@@ -308,14 +308,14 @@ class LeaseAgent:
         """What the disk has, for an agent that follows this one."""
         return self._transfers.claims()
 
-    def _order_transfers(self, moves: Items[Transfer]) -> None:
-        self._transfers.apply(moves, self._frames)
+    def _order_transfers(self, transfers: Items[Transfer]) -> None:
+        self._transfers.apply(transfers, self._frames)
         self._fail_transfers()
 
     def _fail_transfers(self) -> None:
         """End what is ordered of a disk that was given up."""
-        for move in self._transfers.take_failed():
-            self.end_transfer(move, TransferEnd.FAILED)
+        for transfer in self._transfers.take_failed():
+            self.end_transfer(transfer, TransferEnd.FAILED)
 
     def take_reads(self) -> list[Transfer]:
         """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers."""
@@ -326,13 +326,13 @@ class LeaseAgent:
         copies = self._copies_under_way() if self._transfers.open else []
         ready, stale = self._transfers.take_saves(self._blocks, self._frames, copies, most)
         self._transfer_waits = self._transfers.waits_to_take
-        for move in stale:
-            self.end_transfer(move, TransferEnd.STALE)
+        for transfer in stale:
+            self.end_transfer(transfer, TransferEnd.STALE)
         return ready
 
-    def may_land(self, move: Transfer) -> bool:
+    def may_land(self, transfer: Transfer) -> bool:
         """Return whether the image of an open fetch may be put into its frame now; else it may once a step is over."""
-        may = self._transfers.may_land(move, self._copies_under_way())
+        may = self._transfers.may_land(transfer, self._copies_under_way())
         self._transfer_waits |= not may
         return may
 
@@ -349,14 +349,14 @@ class LeaseAgent:
             found.append(next((place for place in places if place not in filled), None))
         return found
 
-    def is_open(self, move: Transfer) -> bool:
+    def is_open(self, transfer: Transfer) -> bool:
         """Return whether a transfer counts; what comes of one that is void is dropped."""
-        return self._transfers.is_open(move)
+        return self._transfers.is_open(transfer)
 
-    def end_transfer(self, move: Transfer, end: TransferEnd) -> None:
+    def end_transfer(self, transfer: Transfer, end: TransferEnd) -> None:
         """Account for the end of a transfer, and report it unless it is void."""
-        if self._transfers.end(move, end, self._frames, self._next_step - 1):
-            self._report.ended(move.id, end, urgent=not move.saves)
+        if self._transfers.end(transfer, end, self._frames, self._next_step - 1):
+            self._report.ended(transfer.id, end, urgent=not transfer.saves)
 
     def close_disk(self) -> None:
         """Give up the disk: every transfer of it fails, and no frame on it holds anything."""
