@@ -1,10 +1,14 @@
 """What policies of eviction gain over LRU: five workloads on the pool core of the KV manager, against Belady's limit.
 
     python -m bench.eviction --seeds 1 2 --json
+    python -m bench.eviction --trace conversation_trace.jsonl.gz --token-seconds 0.03
 
 Nothing is timed but the cost of a block, and no model runs: hit rates are exact for their seeds, on any machine. The
 policies were tuned on seed 0. The first quarter of each workload fills the pool and is not counted. A pool of so many
 per cent has that share of the working set (`working_set`), and room for the largest request at least.
+
+With `--trace` the requests of a recorded trace are served instead, one after the other, or as its arrival times have
+them. The policies were not tuned on any.
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, get_args
 
-from bench.cache_replay.clairvoyant import Clairvoyant, next_uses
+from bench.cache_replay.clairvoyant import Clairvoyant, Uses, uses_of
 from bench.cache_replay.replay import Replayed, pool_of, replay
+from bench.cache_replay.traces import requests_of
 from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from bench.lib.harness import parser, progress, report
-from common.contracts.types import BlockHash
+from cli.replay.trace import Trace, read_trace
+from common.contracts.errors import InvalidConfig
 from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
@@ -30,6 +37,12 @@ POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
 _RETENTION_NOTES: Final = {
     f"agents_hits_{DEFAULTS.eviction}_retained": "of agents among scans, which retain their blocks for 300 s",
     f"all_hits_{DEFAULTS.eviction}_retained": "of these and all requests beside them",
+}
+
+
+_TRACE_NOTES: Final = {
+    "worst_loss_vs_lru": f"{DEFAULTS.eviction}: hits over those of LRU, less 1, in the worst cell",
+    "mean_share_of_gain": f"{DEFAULTS.eviction}: (policy - LRU) / (limit - LRU), mean of all cells",
 }
 
 
@@ -55,19 +68,19 @@ class Cell:
 def measure(workload: str, requests: Sequence[CacheRequest]) -> list[Cell]:
     """Replay one workload under every policy, on a pool of each size."""
     largest = max(len(each.prompt) + len(each.output) for each in requests)
-    whole, coming, cells = working_set(requests), next_uses(requests), []
+    whole, uses, cells = working_set(requests), uses_of(requests), []
     for part in PARTS:
         blocks = max(largest, round(part * whole))
         policies: dict[str, Replayed] = {policy: replay(pool_of(blocks, policy), requests) for policy in POLICIES}
-        cells.append(Cell(workload, part, policies, _limit(blocks, requests, coming)))
+        cells.append(Cell(workload, part, policies, _limit(blocks, requests, uses)))
         shares = ", ".join(f"{each} {cells[-1].share(each):.2f}" for each in POLICIES[1:])
         progress(f"{workload}, {part:.0%} of {whole} blocks: {shares}", end=True)
     return cells
 
 
-def _limit(blocks: int, requests: Sequence[CacheRequest], coming: list[dict[BlockHash, int]]) -> Replayed:
+def _limit(blocks: int, requests: Sequence[CacheRequest], uses: Uses) -> Replayed:
     state = pool_of(blocks)
-    order = Clairvoyant(coming, state.store.blocks, state.store.cache.entries)
+    order = Clairvoyant(uses, state.store.blocks, state.store.cache.entries)
     state.store.eviction = order
     state.store.retention.follow(order)
     state.empty()
@@ -84,6 +97,30 @@ def figures_of(cells: Sequence[Cell], policy: str) -> dict[str, float]:
         "least_hits_over_lru": min(each.against_lru(policy) for each in cells),
         **{f"share_{name}": gain for name, gain in gains.items()},
     }
+
+
+def on_trace(trace: Trace, sizes: Sequence[int], pools: Sequence[int], token_seconds: float) -> dict[str, float]:
+    """Return hit rates by size of block and of pool; pools are counted in blocks of the trace."""
+    figures, cells = dict[str, float](), list[Cell]()
+    for size in sizes:
+        requests = requests_of(trace, size, token_seconds)
+        uses = uses_of(requests)
+        largest = max(len(each.prompt) + len(each.output) for each in requests)
+        for pool in pools:
+            blocks = pool * trace.block_size // size
+            if blocks < largest:
+                raise ValueError(f"a pool of {blocks} blocks of {size} tokens; the largest request has {largest}")
+            policies: dict[str, Replayed] = {policy: replay(pool_of(blocks, policy), requests) for policy in POLICIES}
+            cell = Cell(f"blocks of {size}", float(pool), policies, _limit(blocks, requests, uses))
+            cells.append(cell)
+            figures |= {f"{name}_{pool}_{size}": run.hit_rate for name, run in policies.items()}
+            figures[f"limit_{pool}_{size}"] = cell.limit.hit_rate
+            shares = ", ".join(f"{each} {cell.share(each):.2f}" for each in POLICIES[1:])
+            progress(f"{cell.workload}, pool {pool}: {shares}", end=True)
+    default = DEFAULTS.eviction
+    figures["worst_loss_vs_lru"] = min(each.against_lru(default) for each in cells) - 1.0
+    figures["mean_share_of_gain"] = statistics.fmean(each.share(default) for each in cells)
+    return figures
 
 
 def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
@@ -119,7 +156,20 @@ def main() -> None:
     flags.add_argument("--requests", type=int, default=6000, help="requests of each workload")
     flags.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the workloads; 0 was tuned on")
     flags.add_argument("--retention", action="store_true", help="measure agents among scans alone")
+    flags.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone: Mooncake's, or a log")
+    flags.add_argument("--block-sizes", type=int, nargs="+", default=[512], help="tokens of a block, with --trace")
+    what = "pools in blocks of the trace, with --trace"
+    flags.add_argument("--pools", type=int, nargs="+", default=[1_000, 3_000, 10_000, 30_000], help=what)
+    what = "seconds for each token of an output, for which a request keeps its blocks; 0: requests come one by one"
+    flags.add_argument("--token-seconds", type=float, default=0.0, help=what)
     args = flags.parse_args()
+    if args.trace is not None:
+        try:
+            figures = on_trace(read_trace(args.trace), args.block_sizes, args.pools, args.token_seconds)
+        except (InvalidConfig, ValueError) as error:
+            flags.error(str(error))
+        report("eviction", figures, _TRACE_NOTES, args.json)
+        return
     if args.retention:
         report("eviction", retention(agents_and_scans(args.seeds[0], args.requests)), _RETENTION_NOTES, args.json)
         return

@@ -7,7 +7,8 @@ whenever its child is. So its next use is never later, and the rule among leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from bench.cache_replay.workloads import CacheRequest
@@ -18,15 +19,16 @@ from kvmanager.contracts.block import Blocks
 _NEVER = 1 << 60
 
 
-def next_uses(requests: Sequence[CacheRequest]) -> list[dict[BlockHash, int]]:
-    """Return, for each request, the number of the next request whose prompt has the block; absent: there is none."""
-    coming: dict[BlockHash, int] = {}
-    found: list[dict[BlockHash, int]] = [{}] * len(requests)
-    for number in range(len(requests) - 1, -1, -1):
-        request = requests[number]
-        found[number] = {block: coming[block] for block in (*request.prompt, *request.output) if block in coming}
-        coming.update(dict.fromkeys(request.prompt, number))
-    return found
+Uses = Mapping[BlockHash, Sequence[int]]
+"""The numbers of the requests whose prompts have a block, ascending."""
+
+
+def uses_of(requests: Sequence[CacheRequest]) -> Uses:
+    uses: dict[BlockHash, list[int]] = {}
+    for number, request in enumerate(requests):
+        for block in request.prompt:
+            uses.setdefault(block, []).append(number)
+    return uses
 
 
 class Clairvoyant:
@@ -35,15 +37,15 @@ class Clairvoyant:
     name: ClassVar[str] = "limit"
     reason: ClassVar[str] = "used again last of all"
 
-    def __init__(self, coming: list[dict[BlockHash, int]], blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
-        self._coming, self._blocks, self._entries = coming, blocks, entries
+    def __init__(self, uses: Uses, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
+        self._uses, self._blocks, self._entries = uses, blocks, entries
         self._request = 0
         self.withheld: Collection[BlockId] = ()
         self._next: dict[BlockId, int] = {}
         self._heap: list[tuple[int, BlockId]] = []
 
     def now_at(self, request: int) -> None:
-        """Note that a request is served now."""
+        """Note that a request is served now; its uses and those before it count no more."""
         self._request = request
 
     def empty(self) -> None:
@@ -62,7 +64,9 @@ class Clairvoyant:
     def add_block(self, block: BlockId) -> None:
         block_hash = self._blocks.hash[block]
         assert block_hash is not None
-        self._next[block] = self._coming[self._request].get(block_hash, _NEVER)
+        uses = self._uses.get(block_hash, ())
+        place = bisect_right(uses, self._request)
+        self._next[block] = uses[place] if place < len(uses) else _NEVER
         if not self._blocks.children[block]:
             heapq.heappush(self._heap, (-self._next[block], block))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 from collections.abc import Callable
@@ -50,17 +51,27 @@ def pool_of(num_blocks: int, policy: EvictionName = "lru", retention_share: floa
 def replay(
     state: LedgerState, requests: Items[CacheRequest], starts: Callable[[int], None] = lambda _: None
 ) -> Replayed:
-    """Serve the requests one after the other; count those after the first quarter. `starts` gets each one's number."""
-    result = Replayed()
+    """Serve the requests; count those after the first quarter. `starts` gets each one's number.
+
+    One follows the other, but for those that last. Where these leave no room, the next one waits for the first to end.
+    """
+    result, running = Replayed(), list[tuple[float, int, list[BlockId]]]()
     begin = time.process_time()
     for number, request in enumerate(requests):
         if number == len(requests) // 4:
             result, begin = Replayed(), time.process_time()
-        starts(number)
         if request.at:
             assert isinstance(state.clock, ManualClock)
             state.clock.now = max(state.clock.now, request.at)
-        _serve(state, request, result)
+        needed = len(request.prompt) + len(request.output)
+        while running and (running[0][0] <= request.at or state.store.pool.available < needed):
+            state.store.release_blocks(reversed(heapq.heappop(running)[2]))
+        starts(number)
+        table = _serve(state, request, result)
+        if request.lasts:
+            heapq.heappush(running, (request.at + request.lasts, number, table))
+        else:
+            state.store.release_blocks(reversed(table))
     result.seconds = time.process_time() - begin
     return result
 
@@ -78,7 +89,8 @@ def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hit
     state.store.retention.mark_blocks(sequence, sequence.block_table)
 
 
-def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
+def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> list[BlockId]:
+    """Give a request its blocks, and return them."""
     if request.retention:
         _count_retained(state, request, result)
     pool, cache, prompt = state.store.pool, state.store.cache, request.prompt
@@ -98,9 +110,9 @@ def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
         parent = content[index]
     if request.retention:
         _retain(state, request, table, len(hits))
-    state.store.release_blocks(reversed(table))
     result.asked += len(prompt)
     result.found += len(hits)
     result.computed += fresh
     cache.events.clear()
     state.decisions.drain()
+    return table

@@ -27,13 +27,14 @@ from common.contracts.types import BlockHash
 class CacheRequest:
     """One request: the hashes of its prompt's full blocks, and those of the blocks that its output fills.
 
-    `at` is in seconds, for requests with `retention`.
+    `at` is in seconds, for requests with `retention`, and for those that last: their blocks are in use for so long.
     """
 
     prompt: tuple[BlockHash, ...]
     output: tuple[BlockHash, ...]
     at: float = 0.0
     retention: tuple[RetainedBlocks, ...] = ()
+    lasts: float = 0.0
 
 
 BLOCK_SIZE: Final = 64
