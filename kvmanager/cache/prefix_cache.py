@@ -507,7 +507,9 @@ class PrefixCache:
         if tier is None or block_hash is None or parent is None or block_hash in self.copies:
             return None
         if worthless and block_hash not in tier.apart:
-            tier.drop(block_hash)  # the block has it still, and leaves the index with it
+            # The block has it still, and leaves the index with it. Where frames hold what is behind it, it is no leaf.
+            if not tier.drop(block_hash):
+                tier.touch(block_hash)
             return None
         if block_hash in self.below:
             tier.touch(block_hash)

@@ -10,6 +10,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
 from common.contracts.types import BlockHash, BlockId, FrameId
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
+from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.audit import check_frames
@@ -47,6 +48,23 @@ def test_a_chain_that_is_evicted_leaves_first_goes_leaves_first(policy: Eviction
     taken = tier.take_frame(OTHER, ROOT, 0)
     assert (taken.frame, taken.dropped) == (0, ((C, 2),))
     assert tier.find_run(CHAIN, 0, 4) == [2, 1]
+
+
+@pytest.mark.parametrize("policy", get_args(EvictionName))
+def test_a_worthless_block_leaves_its_frame_behind_that_of_its_child(policy: EvictionName) -> None:
+    """The parent came first, and was a leaf until its child was stored. Its block goes last, and is not stored anew."""
+    tier, blocks = FrameTier(2, policy), Blocks(2)
+    cache = PrefixCache(blocks, 8, tier=tier)
+    for block, (content, parent) in enumerate(((A, ROOT), (B, A))):
+        blocks.index[block] = block
+        cache.register_block(BlockId(block), content, parent)
+    store(tier, 0)
+    for block in (1, 0):
+        cache.store_below(BlockId(block), worthless=not block)
+        cache.forget_block(BlockId(block))
+    assert tier.find_run(CHAIN, 0, 2) == [0, 1]
+    assert dropped_of(tier.take_frame(OTHER, ROOT, 0)) == B
+    check_frames(tier, cache.entries)
 
 
 def test_a_run_ends_where_a_hash_stands_elsewhere_or_behind_another_one() -> None:

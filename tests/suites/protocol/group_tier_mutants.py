@@ -6,6 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from common.contracts.lease import Inventory
 from common.contracts.types import BlockHash, BlockId, FrameId
@@ -42,6 +43,11 @@ def moved_in_part(copies: Items[Any], group: int, whole: tuple[BlockId, ...]) ->
 
 def swap_pages(state: LedgerState, block: BlockId, others: Items[BlockId] = (), worthless: bool = False) -> None:
     _keep_below(state, block, others[::-1], worthless)
+
+
+def store_without_touch(cache: PrefixCache, block: BlockId, worthless: bool = False) -> Taken | None:
+    with mock.patch.object(FrameTier, "touch", nothing if worthless else FrameTier.touch):
+        return _store_below(cache, block, worthless)
 
 
 def free_the_first(tier: FrameTier, frame: FrameId) -> None:
@@ -190,5 +196,12 @@ GROUP_TIER_MUTANTS = (
         ((GroupGrantCheck, "_fill_of", fill_before_loads),),
         Walks("frames_window"),
         ("I2",),
+    ),
+    Mutant(
+        "199",
+        "the frame of a block that is worth nothing stays where it was, although frames hold what is behind it",
+        ((PrefixCache, "store_below", store_without_touch),),
+        Walks("frames_state_window", first_seed=115),
+        ("I5", "I18"),
     ),
 )
