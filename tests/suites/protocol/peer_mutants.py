@@ -17,6 +17,7 @@ from kvmanager.ledger import transfers
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks, always, nothing
 from tests.suites.protocol.scenarios import ALL_FAULTS, RESETS
+from tests.suites.protocol.search import Pace
 
 _apply = TransferBook.apply
 _note_end, _end_fetch = transfers._note_end, transfers._end_fetch
@@ -36,7 +37,7 @@ def ask_again(state: LedgerState, sequence: Sequence, number: int, end: Transfer
     """What did not come is asked for once more in the same stay."""
     _note_end(state, sequence, number, end)
     if sequence.fetch is not None and not sequence.fetch.open:
-        sequence.fetch = None
+        sequence.fetch, sequence.asked_peers = None, False
 
 
 def count_as_landed(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
@@ -84,7 +85,7 @@ PEER_MUTANTS = (
         "165",
         "what comes for a transfer that is void lands all the same",
         ((LeaseAgent, "is_open", always),),
-        Walks("peers_few", first_seed=180, faults=(*ALL_FAULTS, *RESETS)),
+        Walks("peers_few", first_seed=80, faults=(*ALL_FAULTS, *RESETS), pace=Pace(350, 0.1)),
         ("I2", "I17", "I11"),
     ),
     Mutant(

@@ -198,7 +198,7 @@ def forget_who_waits(state: LedgerState, sequence: Sequence) -> bool:
 
 def name_the_last_reset(world: TransferSide) -> None:
     """A process that starts names the latest reset, whether or not its disk has carried it out."""
-    world.reading, world.writing, world.landing = (), (), ()
+    world.reading, world.coming, world.writing, world.landing = (), (), (), ()
     world.agent.restore_saved(world.disk.claims(), world.resets)
 
 
@@ -290,7 +290,7 @@ TRANSFER_MUTANTS = (
         "no step has copies alone",
         ((LeaseAgent, "may_land", land_without_a_step), (LeaseAgent, "take_saves", take_without_a_step)),
         Walks("disk_brisk", first_seed=117, faults=("cancel", "wipe")),
-        ("I10",),
+        ("I8", "I10"),
     ),
     Mutant(
         "142",
