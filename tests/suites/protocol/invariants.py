@@ -341,11 +341,12 @@ def _index_is_true(world: World) -> None:
 def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     """I11: what a reset dropped is cached again only after it was computed again.
 
-    It holds at the manager that was asked, and at whichever has the worker once the worker has confirmed.
+    It holds at the manager that has the worker, if it was asked, and once the worker has confirmed. In a ledger whose
+    stream has broken, a block may stand for which a load was under way: that ledger ends.
     """
     link = world.link
     has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
-    if world.resets != manager.told_reset and not (has_the_worker and world.resets == world.agent.reset):
+    if not has_the_worker or world.resets not in (manager.told_reset, world.agent.reset):
         return
     hashes, coming = ledger.state.store.blocks.hash, {each.block for each in _ordered_copies(world) if each.load}
     back = [block for block in world.dropped if hashes[block] is not None and block not in coming]
