@@ -235,6 +235,13 @@ class Pair:
         return prefix
 
 
+async def _until_attached(manager: kvmanager_pb2_grpc.KvManagerServiceStub) -> None:
+    """Wait until the manager has both workers."""
+    async with asyncio.timeout(_PATIENCE):
+        while len((await manager.GetPool(kvmanager_pb2.GetPoolRequest())).pools) < 2:  # noqa: ASYNC110 - over gRPC
+            await asyncio.sleep(0.05)
+
+
 async def _until_serving(stub: rpc.GpuWorkerServiceStub) -> pb.WorkerInfo:
     """Return what a worker is, once it serves and a manager has it."""
     async with asyncio.timeout(_PATIENCE):
@@ -274,8 +281,9 @@ async def running(manager: str, shape: str, dtype: str, longest: int, blocks: in
                 await workers[-1].open()
             channel = await channels.enter_async_context(open_channel(manager))
             source, destination = workers
-            records = decision_pb2_grpc.DecisionServiceStub(channel)
-            yield Pair(source, destination, records, kvmanager_pb2_grpc.KvManagerServiceStub(channel))
+            pools = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
+            await _until_attached(pools)
+            yield Pair(source, destination, decision_pb2_grpc.DecisionServiceStub(channel), pools)
 
 
 async def times_to_first_token(pair: Pair, length: int, pairs: int) -> tuple[list[float], list[float]]:

@@ -52,12 +52,6 @@ async def pool_of(pair: Pair) -> pb.Pool:
     return answer.pools[0]
 
 
-async def until_attached(pair: Pair) -> None:
-    async with asyncio.timeout(_PATIENCE):
-        while len((await pair.manager.GetPool(pb.GetPoolRequest())).pools) < 2:  # noqa: ASYNC110 - over gRPC
-            await asyncio.sleep(_LOOK_S)
-
-
 async def until_come(pair: Pair) -> None:
     async with asyncio.timeout(_PATIENCE):
         while (await pool_of(pair)).ahead:  # noqa: ASYNC110 - over gRPC
@@ -184,7 +178,6 @@ async def run(
 ) -> dict[str, float]:
     longest = max(lengths) + 512
     async with running(manager, shape, dtype, longest, 4 * -(-longest // BLOCK_SIZE) + 256) as pair:
-        await until_attached(pair)
         figures = await gains(pair, lengths, pairs) if pairs else {}
         return figures | (await costs(pair, min(512, *lengths), rounds) if rounds else {})
 
