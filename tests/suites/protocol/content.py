@@ -7,6 +7,7 @@ share a slot if and only if their tokens up to there are the same. Then the node
 from __future__ import annotations
 
 from functools import cache
+from zlib import crc32
 
 from common.contracts.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
 from common.contracts.types import BlockHash, BlockId, FrameId
@@ -17,6 +18,7 @@ ROOT_LINK = bytes(32)
 _parents: list[int] = [NOTHING]
 _tokens: list[int] = [-1]
 _depths: list[int] = [0]
+_draws: list[int] = [0]
 _children: dict[tuple[int, int], int] = {}
 _nodes_of_keys: dict[BlockHash, int] = {}
 
@@ -28,6 +30,7 @@ def child(node: int, token: int) -> int:
         _parents.append(node)
         _tokens.append(token)
         _depths.append(_depths[node] + 1)
+        _draws.append(crc32(token.to_bytes(4, "little"), _draws[node]))
     return found
 
 
@@ -39,8 +42,9 @@ def path(tokens: tuple[int, ...]) -> list[int]:
     return nodes
 
 
-def token_of(node: int) -> int:
-    return _tokens[node]
+def draw(node: int) -> int:
+    """Return a number that only the tokens of a prefix decide. The node depends on what the process met before."""
+    return _draws[node]
 
 
 def depth(node: int) -> int:

@@ -171,4 +171,4 @@ class Guesser:
 
 def drawn_after(node: int) -> int:
     """Return the ordinary token that is drawn after a prefix."""
-    return (node * 7 + content.token_of(node) * 3 + 1) % VOCABULARY
+    return content.draw(node) % VOCABULARY

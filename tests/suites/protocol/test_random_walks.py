@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from tests.suites.protocol import content
 from tests.suites.protocol.manager_rules import EVICTING_AHEAD
 from tests.suites.protocol.mutant import Walks
 from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS, in_any_groups
@@ -17,6 +18,11 @@ pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 POLICIES = ("lru", "frequency", "utility")
 MORE_SHAPES = tuple(range(first, first + 60) for first in range(45, 165, 60))
 PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
+
+
+def test_what_a_request_draws_does_not_depend_on_what_the_process_met_before() -> None:
+    """Nodes are numbered as they come, so a walk's seed says nothing unless draws ignore these numbers."""
+    assert content.draw(content.path((1, 0, 1, 1))[-1]) == 0x36C5BD3F
 
 
 def walk_many(name: str, first_seed: int, walks: int) -> None:
