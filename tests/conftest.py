@@ -24,7 +24,7 @@ from common.process import ports
 from common.process.local_redis import LocalRedis
 from gpuworker.native.levels import levels_here
 from tests.support.durations import read_durations
-from tests.support.halves import change_kernels, in_half
+from tests.support.thirds import change_kernels, in_third
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:
@@ -138,8 +138,8 @@ _EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/
 # The expressions of `make test` and `make test-rest`.
 _TEST, _TEST_REST = "not clients and not rest", "clients or rest"
 _ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
-# `.ci/run` takes one half each day of the rest's files, and of the tests of Triton's kernels (tests/support/halves.py).
-_HALF, _CHANGED = os.environ.get("HALF", ""), os.environ.get("CHANGED", "").split()
+# `.ci/run` takes a third each day of the rest's files and of the tests of Triton's kernels (tests/support/thirds.py).
+_THIRD, _CHANGED = os.environ.get("THIRD", ""), os.environ.get("CHANGED", "").split()
 _TRITON = "suites/triton_interpreted suites/triton_compiled"
 
 
@@ -206,7 +206,7 @@ def _is_of_the_other_part(path: Path, expression: str) -> bool:
         return of_rest
     if expression != _TEST_REST or not path.name.startswith("test_"):
         return False
-    if _HALF and not in_half(path.relative_to(_HERE.parent).as_posix(), int(_HALF), _CHANGED):
+    if _THIRD and not in_third(path.relative_to(_HERE.parent).as_posix(), int(_THIRD), _CHANGED):
         return True
     if of_rest:
         return False
@@ -223,8 +223,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("rest")
             if levels != [_level_of(item, levels[0])]:
                 item.add_marker("exhaustive")
-    if _HALF and not change_kernels(_CHANGED):
-        _leave_out(config, items, [each for each in items if _within(each.path, _TRITON) and _is_of_other_half(each)])
+    if _THIRD and not change_kernels(_CHANGED):
+        _leave_out(config, items, [each for each in items if _within(each.path, _TRITON) and _is_of_other_third(each)])
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
         unwanted += ["plots", "rest", "searches"]
@@ -233,8 +233,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _put_slowest_first(items)
 
 
-def _is_of_other_half(item: pytest.Item) -> bool:
-    return not in_half(item.nodeid, int(_HALF))
+def _is_of_other_third(item: pytest.Item) -> bool:
+    return not in_third(item.nodeid, int(_THIRD))
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
