@@ -18,6 +18,11 @@ Three more are of a disk behind the host tier (`--disk-cache`):
 * saving: `no_reuse` with a disk, to which each block is saved, against the host tier alone.
 * unused_disk: requests that fill no block, with a disk to which nothing is saved, against the host tier alone.
 
+`swap_ratio` is of whole loads, mostly of decodes. `swap_resume_ratio` is what a preemption costs its own stream: the
+seconds from the admission of a preempted sequence to its next token, swapped over recomputed, means of a run. Others
+run beside it, so a part of both are their steps. `swap_pause_ratio` begins at the preemption: it has the time in the
+queue too, until others have ended. `swap_queued` and `swap_queued_plain` are the share of the queue.
+
 Every pair checks that both engines give the same tokens, and that blocks moved where they should, and nowhere else.
 """
 
@@ -29,7 +34,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +45,7 @@ import torch
 from bench.lib.checkpoints import HYBRID, MEDIUM, SMALL, WINDOWED
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.models import data_plane, plane_worker
-from bench.lib.workers import BenchWorker, Run
+from bench.lib.workers import BenchWorker, Resume, Run
 from cli.benchmark.requests import Request, Workload, equal_requests
 from common.contracts.lease import TierCopy
 from common.contracts.types import BlockId
@@ -215,8 +220,33 @@ def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
             sum(each) for each in zip(*((p.redone_tiered, p.redone_plain) for p in pairs), strict=True)
         )
         moved |= {"swap_redone": with_tier / without if without else 0.0, "swap_redone_plain": without / len(pairs)}
+        moved |= resume_figures(pairs)
     figure = COSTS[name]
     return {figure: 1 / ratio, f"{figure}_lower": 1 / upper, f"{figure}_upper": 1 / lower, **moved}
+
+
+def resume_figures(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return what preemptions cost their streams; of pairs in which both engines preempted, none: no figures."""
+    both = [(pair.tiered.resumes, pair.plain.resumes) for pair in pairs if pair.tiered.resumes and pair.plain.resumes]
+    figures: dict[str, float] = {"swap_resumes": sum(len(pair.tiered.resumes) for pair in pairs)}
+    if not both:
+        return figures
+
+    def resumed(each: Resume) -> float:
+        return each.resumed
+
+    def paused(each: Resume) -> float:
+        return each.queued + each.resumed
+
+    for figure, seconds in (("swap_resume_ratio", resumed), ("swap_pause_ratio", paused)):
+        ratios = [statistics.mean(map(seconds, one)) / statistics.mean(map(seconds, other)) for one, other in both]
+        figures |= dict(zip(_intervals(figure), median_interval(ratios), strict=True))
+    for place, suffix in enumerate(("", "_plain")):
+        runs = [each[place] for each in both]
+        figures[f"swap_resume_seconds{suffix}"] = statistics.median(statistics.mean(map(resumed, run)) for run in runs)
+        shares = [sum(each.queued for each in run) / sum(map(paused, run)) for run in runs]
+        figures[f"swap_queued{suffix}"] = statistics.median(shares)
+    return figures
 
 
 # ---------------------------------------------------------------- a disk behind the host tier
@@ -353,6 +383,11 @@ NOTES = {
     "ttft_ratio_host": "mean time to first token of later turns, with the host tier over without; median of pairs",
     "throughput_ratio_host": "tokens a second of the same load, with over without",
     "swap_ratio": "seconds of sequences that outgrow the pool, with the host tier over without",
+    "swap_resume_ratio": "seconds from the admission after a preemption to the next token, with over without; means",
+    "swap_resume_seconds": "these seconds with the host tier; plain: without",
+    "swap_pause_ratio": "the same from the preemption on, so with the time in the queue",
+    "swap_queued": "share of that time that is spent in the queue, with the host tier; plain: without",
+    "swap_resumes": "preemptions behind which a token came, with the host tier, in all runs",
     "swap_redone": "full blocks that preemptions made the engine compute again, with over without",
     "swap_redone_plain": "such blocks of a run without the host tier, mean",
     "cost_when_unused": "seconds of a load of which nothing leaves the pool, with over without",

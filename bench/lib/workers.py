@@ -77,11 +77,52 @@ async def _wait(address: str, dial: Dial) -> None:
         await wait_until_serving(channel, _START_SECONDS)
 
 
+@dataclass(slots=True)
+class Resume:
+    """When a sequence was preempted, when it was admitted again, and when its next token came. Seconds; 0: not yet."""
+
+    preempted: float
+    admitted: float = 0.0
+    token: float = 0.0
+
+    @property
+    def queued(self) -> float:
+        return self.admitted - self.preempted
+
+    @property
+    def resumed(self) -> float:
+        return self.token - self.admitted
+
+
+class ResumeWatch:
+    """Follows sequences from their preemption to the next token."""
+
+    def __init__(self) -> None:
+        self._open: dict[SequenceId, Resume] = {}
+
+    def take(self, outputs: EngineOutputs, now: float) -> list[Resume]:
+        """Note the outputs of a turn; return what came to its end in it."""
+        ended = list[Resume]()
+        for sequence, _ in outputs.tokens:
+            if (found := self._open.get(sequence)) is not None and found.admitted:
+                found.token = now
+                ended.append(self._open.pop(sequence))
+        # In this order: a step that ran before the preemption may still give a token.
+        self._open.update((sequence, Resume(now)) for sequence in outputs.preempted)
+        for admit in outputs.admitted:
+            if (found := self._open.get(admit.sequence)) is not None:
+                found.admitted = now
+        for end in outputs.finished:
+            self._open.pop(end.sequence, None)
+        return ended
+
+
 @dataclass
 class Run:
     """The result of one load, in seconds. `first_tokens` has times to first tokens, `outputs` the tokens, by sequence.
 
     `records` has the same in full, by request. `prompt_logprobs` has those of prompts, where they were asked for.
+    `resumes` has each preemption after which a token came.
     """
 
     seconds: float = 0.0
@@ -91,6 +132,7 @@ class Run:
     first_tokens: list[float] = field(default_factory=list)
     outputs: dict[SequenceId, list[int]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
+    resumes: list[Resume] = field(default_factory=list)
     prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
 
 
@@ -119,6 +161,7 @@ class BenchWorker:
         self._ids = itertools.count(1)
         self._incarnations = itertools.count(time.time_ns())
         self._live: dict[SequenceId, Record] = {}
+        self._resumes = ResumeWatch()
         self._workload, self._salt = Workload("", []), ""
         self._run, self._done = Run(), threading.Event()
         self._failure = ""
@@ -199,6 +242,7 @@ class BenchWorker:
         for sequence, tokens in outputs.tokens:
             self._buffer.tokens(outputs.step, sequence, tokens, ())
             self._live[sequence].add(tokens, now)
+        self._run.resumes += self._resumes.take(outputs, now)
         for end in outputs.finished:
             self._buffer.finished(end.sequence, end)
             self._end(end)
