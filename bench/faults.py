@@ -71,7 +71,7 @@ from bench.fault_injection.plan import (
 from bench.fault_injection.streams import RETRY, Reference, SimulatedReference, Stream, prompts, until_tokens
 from bench.lib.demo_layers import add_layers_flag, add_tier_flags, demo_with_layers, tier_options
 from bench.lib.harness import end_with_json, parser, progress, report
-from bench.lib.tiny_models import FAMILIES, FLAGS, TinyReference, tiny_checkpoint
+from bench.lib.tiny_models import FAMILIES, TinyReference, tiny_checkpoint, tiny_flags
 from bench.serve import suite_flags
 from cli.demo_model import CHECKPOINT
 from gpuworker.simulated.plane import simulated_tokens
@@ -79,12 +79,8 @@ from quire.client import AsyncClient
 
 WORKERS: Final = 2
 # Of a suite in which one of three workers computes prompts for the others. Fetching a block takes less than that.
-PREFILL_SUITE: Final = {
-    "prefill_workers": 1,
-    "remote_prefill": "always",
-    "host_memory": "64MiB",
-    "simulate": "base=8ms,decode=4us,prefill=500us",
-}
+PREFILL_SUITE: Final = {"prefill_workers": 1, "remote_prefill": "always", "host_memory": "64MiB"}
+PREFILL_STEPS: Final = "base=8ms,decode=4us,prefill=500us"
 PREFILL_SUITE_WORKERS: Final = 3
 _STREAMS_A_CLIENT: Final = 8
 _LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
@@ -265,12 +261,13 @@ async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kind
     async with AsyncExitStack() as stack:
         model = stack.enter_context(tiny_checkpoint(args.tiny) if args.tiny else demo_with_layers(args.layers))
         options: dict[str, object] = {"model": model, "kv_blocks": args.kv_blocks, "insecure": True}
-        options |= FLAGS if args.tiny else {"simulate": args.simulate}
+        options |= tiny_flags(args.tiny) if args.tiny else {"simulate": args.simulate}
         options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
         options |= stack.enter_context(tier_options(args))
         workers = WORKERS
         if form is Form.PREFILL:
             options, workers = options | PREFILL_SUITE, PREFILL_SUITE_WORKERS
+            options |= {} if args.tiny else {"simulate": PREFILL_STEPS}
         jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
         if any(fault.kind in WITHOUT_DISK for fault in plan.values()):
@@ -333,7 +330,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     add_layers_flag(made)
     add_tier_flags(made)
-    what = "real workers of a tiny model of this family, whose layers keep states, with random weights; no simulation"
+    what = "real workers of a small model of this family with random weights, whose layers keep states, or none (qwen3)"
     made.add_argument("--tiny", choices=FAMILIES, help=what)
     made.add_argument("--kv-blocks", type=int, default=4096, help="blocks or pages of each worker")
     return made

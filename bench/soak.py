@@ -3,6 +3,7 @@
     make soak                                         10 minutes with faults, then 20 without: memory counts there
     python -m bench.soak --seed 7 --json
     python -m bench.soak --prefill                    one worker computes prompts for two, and is killed amid fetches
+    python -m bench.soak --prefill --tiny qwen3 --kinds fetch_source_killed fetch_target_stopped      with real workers
     python -m bench.soak --plan PLAN.json             the line that an earlier run printed after `plan:`
     python -m bench.soak --minutes 10 --calm-minutes 3 --settled-minutes 1        a short one, which says less of memory
 
@@ -12,7 +13,8 @@ processes are killed (SIGKILL), drained (SIGTERM, also all in turn), stopped for
 file descriptor or memory left; Redis is wiped and overwritten, clients hang up and deadlines pass. The next fault waits
 until the suite is whole again. The seed determines plan and requests; how they meet depends on the machine. Each token
 of a good request, and the text of each message, is compared with the one that must come. Where layers keep states
-(`--layers`), a simulated worker checks what it reads, too. At the end no block may be held.
+(`--layers`), a simulated worker checks what it reads, too. With `--tiny` workers are real, in float32: before anything
+fails each prompt is run once, and greedy tokens are compared with those. At the end no block may be held.
 
 Memory is judged in the calm part. Every `--rest-s` the clients pause until nothing runs, and the memory that each
 process shares with no other (USS) is read. Values count from the age of `--settled-minutes` on: the router remembers
@@ -55,11 +57,12 @@ from bench.fault_injection.plan import (
     scattered,
     written,
 )
-from bench.fault_injection.streams import RETRY, prompts
-from bench.faults import DRAIN_S, PREFILL_SUITE, PREFILL_SUITE_WORKERS, Injects
+from bench.fault_injection.streams import RETRY, RecordedReference, prompts
+from bench.faults import DRAIN_S, PREFILL_STEPS, PREFILL_SUITE, PREFILL_SUITE_WORKERS, Injects
 from bench.lib.demo_layers import add_layers_flag, add_tier_flags, demo_with_layers, tier_options
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
+from bench.lib.tiny_models import FAMILIES, tiny_checkpoint, tiny_flags
 from bench.serve import suite_flags
 from cli.demo_model import CHECKPOINT
 from common.rpc.server import open_channel
@@ -70,6 +73,10 @@ _UNKNOWN: Final = -1.0
 # How long requests may take to end before memory is read, and how long what they leave behind may take.
 _REST_PATIENCE_S: Final = 120.0
 _SETTLE_S: Final = 2.0
+# Of real workers: their prompts, how much longer these are than those of simulated ones, and the tokens of each.
+_RECORDED: Final = 48
+_SCALE: Final = 5
+_RECORDED_TOKENS: Final = 64
 _SMALL_RINGS: Final = {"QUIRE_DECISION_RING_BYTES": "1MiB", "QUIRE_SPAN_RING_BYTES": "1MiB"}
 NOTES: Final = {
     "requests": "requests of all kinds",
@@ -146,17 +153,19 @@ async def _none() -> None:
 async def soak(args: argparse.Namespace) -> dict[str, float]:
     calm = min(60 * args.calm_minutes, 60 * args.minutes)
     disturbed = 60 * args.minutes - calm
-    kinds = (*_KINDS, *_OF_PREFILL) if args.prefill else _KINDS
+    kinds = [Kind(each) for each in args.kinds] if args.kinds else (*_KINDS, *_OF_PREFILL) if args.prefill else _KINDS
     plan = scattered(args.seed, kinds, disturbed, args.pause_s) if args.plan is None else args.plan
     args.prefill |= any(fault.kind in _OF_PREFILL for fault in plan)
     workers = PREFILL_SUITE_WORKERS if args.prefill else WORKERS
     print(f"plan: {written(plan)}", flush=True)
     async with AsyncExitStack() as stack:
-        model = stack.enter_context(demo_with_layers(args.layers))
-        options: dict[str, object] = {"model": model, "simulate": args.simulate, "drain": "migrate"}
+        model = stack.enter_context(tiny_checkpoint(args.tiny) if args.tiny else demo_with_layers(args.layers))
+        options: dict[str, object] = {"model": model, "drain": "migrate"}
+        options |= tiny_flags(args.tiny) if args.tiny else {"simulate": args.simulate}
         options |= {"kv_blocks": args.kv_blocks} | stack.enter_context(tier_options(args))
         options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
-        options |= PREFILL_SUITE if args.prefill else {}
+        if args.prefill:
+            options |= PREFILL_SUITE | ({} if args.tiny else {"simulate": PREFILL_STEPS})
         running = victim(suite_flags(options), workers, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
         channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
@@ -166,8 +175,9 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), workers)
         with injecting(f"the suite before fault 1 (seed {args.seed})"):
             await injector.whole()
+        recorded = await _undisturbed(clients, args.seed) if args.tiny else None
         began = time.monotonic()
-        load = MixedLoad(suite, channel, clients, http, CHECKPOINT, args.seed)
+        load = MixedLoad(suite, channel, clients, http, CHECKPOINT, args.seed, recorded)
         bounds = Bounds(args.most_mib_per_hour, args.most_bytes_per_request)
         memory = MemoryWatch(60 * args.settled_minutes, bounds)
         with failing_alone():
@@ -183,6 +193,14 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
             print(f"  {ended}: {count}")
         found = _figures(load, faults.result(), leaked, memory.figures())
         return found | ({"faults_amid_fetches": injector.amid_fetches} if args.prefill else {})
+
+
+async def _undisturbed(clients: Sequence[AsyncClient], seed: int) -> RecordedReference:
+    """Return the tokens of each prompt while nothing fails and little else runs."""
+    found = RecordedReference(prompts(random.Random(f"recorded/{seed}"), _RECORDED, _SCALE), _RECORDED_TOKENS)
+    with injecting(f"a stream before fault 1 (seed {seed})"):
+        await found.record(clients)
+    return found
 
 
 def _http_client(suite: Victim) -> httpx.AsyncClient:
@@ -244,6 +262,10 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--clients", type=int, default=24, help="requests at once")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
     made.add_argument("--plan", type=plan_file(_POSSIBLE), metavar="FILE", help="a plan that an earlier run printed")
+    kinds = [each.value for each in _POSSIBLE]
+    made.add_argument("--kinds", nargs="+", choices=kinds, metavar="KIND", help="the faults of the plan; unset: all")
+    what = "real workers of a small model of this family with random weights; with --prefill one without states (qwen3)"
+    made.add_argument("--tiny", choices=FAMILIES, help=what)
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     add_layers_flag(made)
     add_tier_flags(made)

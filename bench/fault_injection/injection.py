@@ -162,6 +162,8 @@ _STOPPED: Final = frozenset(
         Kind.REDIS_STOPPED,
         Kind.PREFILL_WORKER_STOPPED,
         Kind.FETCH_SOURCE_STOPPED,
+        Kind.FETCH_TARGET_STOPPED,
+        Kind.FETCH_MANAGER_STOPPED,
     }
 )
 
@@ -219,7 +221,8 @@ class Injector:
 
     async def _await_fetch(self, fault: Fault) -> None:
         """Wait until a worker fetches blocks, the victim itself if it is the target; say where none does for long."""
-        fetching = {fault.victim} if fault.kind is Kind.FETCH_TARGET_KILLED else VICTIMS[Kind.FETCH_TARGET_KILLED]
+        targets = VICTIMS[Kind.FETCH_TARGET_KILLED]
+        fetching = {fault.victim} if fault.victim in targets else targets
         async with self._suite.channel("kvmanager") as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
             end = time.monotonic() + _FETCH_PATIENCE_S

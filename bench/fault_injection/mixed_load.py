@@ -27,7 +27,7 @@ from grpc import aio
 from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim
-from bench.fault_injection.streams import SimulatedReference, Stream, prompts
+from bench.fault_injection.streams import RecordedReference, Reference, SimulatedReference, Stream, prompts
 from common.rpc.server import open_channel
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
@@ -39,6 +39,7 @@ from router.answers.text.tokenizer import Tokenizer
 
 _PATIENCE_S: Final = 240.0
 _MOST_TOKENS: Final = 80
+_MOST_GOOD: Final = 400
 _WORDS: Final = 60
 _OK: Final = 200
 _WHOLE: Final = "max_tokens"
@@ -161,20 +162,27 @@ class MixedLoad:
         http: httpx.AsyncClient,
         model: Path,
         seed: int,
+        recorded: RecordedReference | None = None,
     ) -> None:
-        """`channel` and `http` are for requests whose end does not count: they do not try again."""
+        """`channel` and `http` are for requests whose end does not count: they do not try again.
+
+        Workers are simulated, unless `recorded` has the tokens of real ones. Then its prompts are asked alone, and no
+        messages, whose text nobody knows.
+        """
         self._target = Target(channel, suite.host, suite.grpc_port, suite.http_port, random.Random(seed))
         self._suite, self._clients, self._rng = suite, clients, random.Random(f"soak/{seed}")
-        self._prompts = [[40 + self._rng.randrange(20)] * 48 + each for each in prompts(self._rng, PROMPTS)]
+        made = [[40 + self._rng.randrange(20)] * 48 + each for each in prompts(self._rng, PROMPTS)]
+        self._prompts = made if recorded is None else recorded.prompts
+        self._most_tokens = _MOST_GOOD if recorded is None else recorded.count
         checkpoint = read_checkpoint(model)
         self._tokens = SimulatedTokens(readable_ids(model, checkpoint.vocab_size, checkpoint.eos_token_ids))
-        self._reference = SimulatedReference(self._tokens)
+        self._reference: Reference = recorded or SimulatedReference(self._tokens)
         self.messages = Messages(http, self._tokens, model, self._rng)
         self._numbers, self._open, self._running = itertools.count(), asyncio.Event(), 0
         self._open.set()
+        messages = (("message", self.messages.whole), ("message_streamed", self.messages.streamed))
         self._others: tuple[tuple[str, Callable[[], Coroutine[object, object, str]]], ...] = (
-            ("message", self.messages.whole),
-            ("message_streamed", self.messages.streamed),
+            *(messages if recorded is None else ()),
             ("cancelled", self._cancelled),
             ("bad", self._bad),
             ("broken", self._broken),
@@ -221,7 +229,7 @@ class MixedLoad:
 
     async def _good(self, client: AsyncClient) -> None:
         """Read a stream to its end, over whatever router and worker, and compare it."""
-        count = self._rng.randrange(1, 400)
+        count = self._rng.randrange(1, self._most_tokens)
         stream = Stream(self._rng.randrange(1 << 30), self._rng.choice(self._prompts))
         await stream.run(client, count)
         self.streams += 1

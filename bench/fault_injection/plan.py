@@ -75,7 +75,9 @@ class Kind(StrEnum):
     FETCH_SOURCE_KILLED = "fetch_source_killed"
     FETCH_SOURCE_STOPPED = "fetch_source_stopped"
     FETCH_TARGET_KILLED = "fetch_target_killed"
+    FETCH_TARGET_STOPPED = "fetch_target_stopped"
     FETCH_MANAGER_KILLED = "fetch_manager_killed"
+    FETCH_MANAGER_STOPPED = "fetch_manager_stopped"
     NONE = "none"
 
 
@@ -126,7 +128,9 @@ VICTIMS: Final = {
     Kind.FETCH_SOURCE_KILLED: _PREFILL,
     Kind.FETCH_SOURCE_STOPPED: _PREFILL,
     Kind.FETCH_TARGET_KILLED: _DECODE,
+    Kind.FETCH_TARGET_STOPPED: _DECODE,
     Kind.FETCH_MANAGER_KILLED: ("kvmanager",),
+    Kind.FETCH_MANAGER_STOPPED: ("kvmanager",),
 }
 FROZEN: Final = frozenset(
     {
@@ -139,7 +143,14 @@ FROZEN: Final = frozenset(
 )
 # They come while a worker that decodes fetches blocks: streams begin with that.
 AMID_FETCHES: Final = frozenset(
-    {Kind.FETCH_SOURCE_KILLED, Kind.FETCH_SOURCE_STOPPED, Kind.FETCH_TARGET_KILLED, Kind.FETCH_MANAGER_KILLED}
+    {
+        Kind.FETCH_SOURCE_KILLED,
+        Kind.FETCH_SOURCE_STOPPED,
+        Kind.FETCH_TARGET_KILLED,
+        Kind.FETCH_TARGET_STOPPED,
+        Kind.FETCH_MANAGER_KILLED,
+        Kind.FETCH_MANAGER_STOPPED,
+    }
 )
 _OF_PREFILL: Final = AMID_FETCHES | frozenset(
     {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bench.fault_injection.failure import InjectionFailed
 from gpuworker.simulated.tokens import SimulatedTokens
 from quire.api.errors import QuireError
 from quire.client import AsyncClient, Retry
@@ -34,6 +35,33 @@ class SimulatedReference:
 
     def expected(self, seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
         return self.of.expected(seed, len(prompt), len(tokens))
+
+
+class RecordedReference:
+    """Those of real workers, as an earlier run of the same prompts gave them: greedy, so the seed changes nothing."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], count: int) -> None:
+        """Each of the prompts is recorded for so many tokens, which is the most that can be compared."""
+        self.prompts, self.count = prompts, count
+        self._tokens: dict[tuple[int, ...], Sequence[int]] = {}
+
+    async def record(self, clients: Sequence[AsyncClient]) -> None:
+        """Run each prompt to its end, one at a time at each client. Raises InjectionFailed where one breaks."""
+        waiting = list(self.prompts)
+
+        async def run(client: AsyncClient) -> None:
+            while waiting:
+                stream = Stream(0, waiting.pop())
+                await stream.run(client, self.count)
+                if stream.broken or len(stream.tokens) != self.count:
+                    came = stream.broken or f"{len(stream.tokens)} tokens"
+                    raise InjectionFailed(f"{self.count} tokens of an undisturbed stream", came)
+                self._tokens[tuple(stream.prompt)] = stream.tokens
+
+        await asyncio.gather(*map(run, clients))
+
+    def expected(self, seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        return self._tokens[tuple(prompt)][: len(tokens)]
 
 
 @dataclass
@@ -82,10 +110,11 @@ class Stream:
         return sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=True))
 
 
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Return prompts of which every other one shares a prefix with others."""
+def prompts(rng: random.Random, count: int, scale: int = 1) -> list[list[int]]:
+    """Return prompts of which every other one shares a prefix with others; lengths are times `scale`."""
     return [
-        [40 + number % 4] * (48 if number % 2 else 0) + rng.choices(range(8, 200), k=rng.randrange(8, 64))
+        [40 + number % 4] * (48 * scale if number % 2 else 0)
+        + rng.choices(range(8, 200), k=rng.randrange(8, 64) * scale)
         for number in range(count)
     ]
 

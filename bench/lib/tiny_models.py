@@ -10,7 +10,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,12 +20,26 @@ from cli.demo_model import CHECKPOINT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FAMILIES: Final = ("qwen3_next", "falcon_h1", "minimax", "nemotron_h")
-"""Families whose layers keep states of which there are checkpoints."""
-FLAGS: Final = {"dtype": "float32", "device": "cpu", "threads": 1}
-"""Options of `quire serve` for such a checkpoint."""
+PLAIN: Final = "qwen3"
+"""A family whose layers all see every token. It has 25 million parameters, so that fetching its blocks pays."""
+FAMILIES: Final = (PLAIN, "qwen3_next", "falcon_h1", "minimax", "nemotron_h")
+"""That one, and families whose layers keep states of which there are checkpoints."""
+_FLAGS: Final = {"dtype": "float32", "device": "cpu", "threads": 1}
+_PLAIN_SIZES: Final[Mapping[str, object]] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+    "layer_types": ["full_attention"] * 8,
+    "initializer_range": 0.1,
+}
 _POSITIONS: Final = 4096
 _DECAY, _SLOW = "A_log", -5.0
+
+
+def tiny_flags(family: str) -> dict[str, object]:
+    """Return options of `quire serve` for a checkpoint of a family; the plain one gives equal tokens to the bit."""
+    return {**_FLAGS, "deterministic": True} if family == PLAIN else dict(_FLAGS)
 
 
 @contextmanager
@@ -38,8 +52,11 @@ def tiny_checkpoint(family: str) -> Iterator[Path]:
     from gpuworker.models.hf.tiny import tiny_config
 
     own = json.loads((CHECKPOINT / "config.json").read_text())
-    ids = {name: own[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    config = tiny_config(CONFIG_MAPPING[family](), max_position_embeddings=_POSITIONS, **ids)
+    if family == PLAIN:
+        config = CONFIG_MAPPING[family](**own | dict(_PLAIN_SIZES))
+    else:
+        ids = {name: own[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        config = tiny_config(CONFIG_MAPPING[family](), max_position_embeddings=_POSITIONS, **ids)
     module = random_module(config, torch.float32, 0, torch.device("cpu"))
     for name, parameter in module.named_parameters():
         if name.endswith(_DECAY):

@@ -7,11 +7,13 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from bench import faults, soak
 from bench.fault_injection.clocks import compiler, shiftable_clocks
+from bench.fault_injection.failure import InjectionFailed
 from bench.fault_injection.injection import without_memory
 from bench.fault_injection.plan import (
     AMID_FETCHES,
@@ -26,6 +28,8 @@ from bench.fault_injection.plan import (
     scattered,
     written,
 )
+from bench.fault_injection.streams import RecordedReference, Stream
+from quire.client import AsyncClient
 from tests.support.bench_process import run_benchmark
 
 
@@ -50,6 +54,27 @@ def test_a_soak_has_every_kind_before_any_comes_again_and_can_be_replayed() -> N
     for fault, then in pairwise(plan):
         assert then.after_s - fault.after_s > (FREEZE_S if fault.kind in FROZEN else 2.0)
     assert read(written(plan)) == plan
+
+
+async def test_tokens_are_compared_with_those_of_the_same_prompt_in_an_undisturbed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each client runs a part of the prompts; a stream that ends early is no record."""
+    given = 3
+
+    async def run(self: Stream, client: object, count: int) -> None:
+        self.tokens = [self.prompt[0] + place for place in range(min(count, given))]
+
+    monkeypatch.setattr(Stream, "run", run)
+    clients = cast("list[AsyncClient]", [object(), object()])
+    recorded = RecordedReference([[10], [20], [30]], 3)
+    await recorded.record(clients)
+    right, wrong, short = (Stream(seed, [20]) for seed in range(3))
+    right.tokens, wrong.tokens, short.tokens = [20, 21], [20, 22], [20]
+    assert [each.differing(recorded, 2) for each in (right, wrong, short)] == [0, 1, 1]
+    given = 2
+    with pytest.raises(InjectionFailed, match="expected 3 tokens of an undisturbed stream, came: 2 tokens"):
+        await recorded.record(clients)
 
 
 @pytest.mark.parametrize(
