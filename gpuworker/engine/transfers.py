@@ -86,6 +86,7 @@ class Transfers:
         self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
         self._save_pace, self._land_pace = (ImagePace(image_bytes, _BYTES_A_TURN) for _ in range(2))
         self._reading: dict[int, Transfer] = {}
+        self._late: dict[int, Transfer] = {}  # reads that were given up and have not ended: until then the disk hangs
         # Fetches by their transfers, and the peers from which one has ended: the first one has connected.
         self._fetching: dict[int, _Fetch] = {}
         self._met: set[tuple[str, bytes]] = set()
@@ -161,8 +162,9 @@ class Transfers:
                 self._fetching |= {id(transfer): fetch for transfer in transfers}
                 self._fetch(peer, transfers, compute)
             elif peer is None and self._mover is not None:
-                self._fetching |= {id(transfer): fetch for transfer in transfers}
-                self._read(self._mover, transfers, now)
+                if not self._late:
+                    self._fetching |= {id(transfer): fetch for transfer in transfers}
+                self._read(self._mover, agent, transfers, now)
         if saves and self._mover is not None:
             began = self._clock.monotonic()
             for transfer in saves:
@@ -170,7 +172,12 @@ class Transfers:
             self._save_pace.note(len(saves), began, self._clock.monotonic())
         return bool(reads or saves)
 
-    def _read(self, mover: ImageMover, transfers: list[Transfer], now: float) -> None:
+    def _read(self, mover: ImageMover, agent: LeaseAgent, transfers: list[Transfer], now: float) -> None:
+        """Ask the disk for blocks. One that hangs is not asked, so its queue does not grow; they are misses at once."""
+        if self._late:
+            for transfer in transfers:
+                agent.end_transfer(transfer, TransferEnd.LATE)
+            return
         if not self._reading:
             self._heard = now
         for transfer in transfers:
@@ -190,6 +197,7 @@ class Transfers:
             if each.transfer.peer is None and not each.transfer.saves:
                 self._heard = self._clock.monotonic()
                 self._reading.pop(id(each.transfer), None)
+                self._note_returned(each.transfer)
             if each.end is TransferEnd.DONE and each.image is not None:
                 self._landing.append((each.transfer, each.image))
             else:
@@ -226,12 +234,20 @@ class Transfers:
             self._met = {*self._met, source} if len(self._met) < _MOST_MET else {source}
 
     def _give_up(self, agent: LeaseAgent) -> None:
-        """End the fetches that are late: who waits for them computes. What still comes of them is dropped."""
+        """End the fetches that are late: who waits for them computes. What still comes of them is dropped.
+
+        The disk is not asked again before all of them have come, in the time of which it learns what a read takes.
+        """
         waited = self._clock.monotonic() - self._heard
         log.warning("the disk gave nothing for %.1f s; %d blocks are computed instead", waited, len(self._reading))
         for transfer in self._reading.values():
             agent.end_transfer(transfer, TransferEnd.LATE)
+        self._late |= self._reading
         self._reading.clear()
+
+    def _note_returned(self, transfer: Transfer) -> None:
+        if self._late.pop(id(transfer), None) is not None and not self._late:
+            log.warning("all that the disk was late with has come; it is asked again")
 
     def _land(self, agent: LeaseAgent, steps_run: bool) -> bool:
         landed, began = 0, self._clock.monotonic()

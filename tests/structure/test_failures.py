@@ -146,6 +146,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{WORKER}/memory/test_disk_frames.py::test_a_full_disk_fails_a_save_and_the_frame_holds_nothing",
         f"{WORKER}/memory/test_disk_frames.py::test_eight_errors_in_a_row_close_the_tier_with_one_line",
         f"{WORKER}/engine/test_transfers.py::test_a_fetch_that_takes_half_a_second_is_given_up",
+        f"{WORKER}/engine/test_transfers.py::test_a_disk_that_hangs_is_not_asked_until_all_that_it_was_late_with_has_come",
     ),
     "a worker with a disk cache is killed": (
         f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_was_killed_finds_its_blocks_again",

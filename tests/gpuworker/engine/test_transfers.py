@@ -238,6 +238,57 @@ def test_each_end_renews_patience_and_slow_disks_get_four_times_what_they_take()
     assert side.report().ended == ((1, LATE), (2, LATE), (3, LATE))
 
 
+def test_a_disk_that_hangs_is_not_asked_until_all_that_it_was_late_with_has_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However often blocks are ordered again meanwhile, no further read waits behind those that hang."""
+    side = Side()
+    held = [fetch(0), fetch(1)]
+    side.give(*held)
+    side.turn()
+    side.clock.advance(0.6)
+    side.turn()
+    assert side.report().ended == ((0, LATE), (1, LATE))
+    for number in range(2, 7):
+        side.give(fetch(number))
+        side.turn()
+        assert side.report().ended == ((number, LATE),), "at once"
+        assert side.transfers.patience is None, "nothing is to come"
+    assert [transfer for transfer, _ in side.mover.started] == held
+    side.mover.end(held[0])
+    side.turn()
+    side.give(fetch(7))
+    side.turn()
+    assert side.report().ended == ((7, LATE),), "one still hangs"
+    side.mover.end(held[1], FAILED)
+    with caplog.at_level(logging.WARNING):
+        side.turn()
+    assert caplog.text.count("it is asked again") == 1
+    again = fetch(8)
+    side.give(again)
+    side.turn()
+    side.mover.end(again)
+    side.turn()
+    assert [transfer for transfer, _ in side.mover.started] == [*held, again]
+    assert side.report().ended == ((8, DONE),)
+    assert side.landed() == [8]
+
+
+def test_a_hang_outlives_the_session_in_which_it_began() -> None:
+    """Orders of a session are void after it, but the thread that reads still hangs."""
+    side = Side()
+    held = fetch(0)
+    side.give(held)
+    side.turn()
+    side.clock.advance(0.6)
+    side.turn()
+    side.agent.inventory()
+    side.agent.attached(0)
+    side.give(fetch(1))
+    side.turn()
+    assert [transfer for transfer, _ in side.mover.started] == [held]
+
+
 def test_patience_begins_with_the_first_fetch_behind_a_pause() -> None:
     side = Side()
     side.give(fetch(0))
