@@ -279,6 +279,7 @@ class Worker:
         """Refuse new sequences, finish the running ones or let routers move them, then return."""
         assert self._engine is not None
         self._servicer.drain(migrate=self.settings.drain == "migrate")
+        self._engine.drain()
         await self._server.health.drain()
         deadline = time.monotonic() + self.settings.drain_timeout
         while self._running() and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline

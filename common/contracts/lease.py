@@ -339,7 +339,7 @@ class Report:
     nothing to confirm. `partials` gives the partial hashes of sealed blocks by their hashes. `copied` are sequences
     whose copy of a part of a cached block has run. `ended` are transfers that have ended, by their ids.
     `transfer_costs` are levels, None when unchanged. Once `disk_closed`, no frame on disk holds anything for the rest
-    of the session.
+    of the session; once `draining`, W takes no new requests in it.
 
     Where the pool has groups, `bind_groups` and `trim_groups` give the group of each entry of `bind` and `trim`.
     `bind` names the first page of a block, and `bind_pages` has the others of all bound blocks, one after the other.
@@ -366,6 +366,7 @@ class Report:
     ended: tuple[tuple[int, TransferEnd], ...] = ()
     transfer_costs: TransferCosts | None = None
     disk_closed: bool = False
+    draining: bool = False
 
 
 # ---------------------------------------------------------------- M -> W

@@ -214,6 +214,7 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         transfer_codec.unpack_ends(message) if message.ended_ids or message.ended_ends else (),
         transfer_codec.costs_from_proto(message.transfer_costs) if message.HasField("transfer_costs") else None,
         message.disk_closed,
+        message.draining,
     )
 
 

@@ -120,6 +120,8 @@ def pack_report(report: Report, message: kvmanager_pb2.Report) -> None:
         message.transfer_costs.peer_setup_seconds = report.transfer_costs.peer_setup
     if report.disk_closed:
         message.disk_closed = True
+    if report.draining:
+        message.draining = True
 
 
 def unpack_ends(message: kvmanager_pb2.Report) -> tuple[tuple[int, TransferEnd], ...]:

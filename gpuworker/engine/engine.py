@@ -103,7 +103,7 @@ class Engine:
         self._outputs, self._load, self._load_taken = GatheredOutputs(), EngineLoad(), 0.0
         self._starts, self._delays = StartWatch(), DelayWatch(channel.away_seconds)
         self._pace = ReportPace(self._agent.config.runway_slots)
-        self._wake, self._stopping = threading.Event(), False
+        self._wake, self._stopping, self._draining = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.ended: Future[None] = Future()
         """Done when the thread has ended: by `stop`, or by what it fails with. A dead engine must not look idle."""
@@ -169,6 +169,11 @@ class Engine:
         self._commands.append((sequence, None))
         self.wake()
 
+    def drain(self) -> None:
+        """Tell the manager that no new requests come; those that are here run on."""
+        self._draining = True
+        self.wake()
+
     def wake(self) -> None:
         """Make the engine look for commands and lease events now."""
         self._wake.set()
@@ -231,6 +236,8 @@ class Engine:
 
     def _send_report(self) -> bool:
         now = self._clock.monotonic()
+        if self._draining:
+            self._agent.note_drain()
         waits = self._unconfirmed or self._agent.report_is_urgent
         if self._flights and not waits and not self._pace.due(now):
             return False  # a running step brings another turn

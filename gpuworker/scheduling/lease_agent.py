@@ -364,6 +364,10 @@ class LeaseAgent:
         self._fail_transfers()
         self._report.disk_closed()
 
+    def note_drain(self) -> None:
+        """Tell the manager, now and in each session, that nothing is to come here ahead of need any more."""
+        self._report.draining = True
+
     def note_costs(self, costs: TransferCosts) -> None:
         """Let the next report say what a block costs, if that is not what was said."""
         self._report.costs = costs

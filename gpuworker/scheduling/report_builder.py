@@ -37,6 +37,7 @@ class ReportBuilder:
         self.state = SessionState.DETACHED
         self.stalled: tuple[SequenceId, ...] = ()
         self.costs: TransferCosts | None = None
+        self.draining = False
         self._step = 0
         self._completed: StepPlan | None = None
         self.discard()
@@ -52,7 +53,7 @@ class ReportBuilder:
         self._told_want: int | None = None
         self._told_computed = -COMPUTED_EVERY
         self._told_costs: TransferCosts | None = None
-        self._applied = self._disk_closed = False
+        self._applied = self._disk_closed = self._told_draining = False
 
     def _clear_columns(self) -> None:
         self._reserve: list[Reserve] = []
@@ -162,6 +163,7 @@ class ReportBuilder:
             or self._told_want is None
             or self.stalled != self._told_stalled
             or (self.stalled and self._applied)
+            or self.draining is not self._told_draining
         )
 
     def take_report(self, lease_want: int) -> Report | None:
@@ -199,9 +201,10 @@ class ReportBuilder:
             ended=tuple(self._ended),
             transfer_costs=self.costs if self.costs != self._told_costs else None,
             disk_closed=self._disk_closed,
+            draining=self.draining is not self._told_draining,
         )
         self._clear_columns()
-        self._told_costs, self._disk_closed = self.costs, False
+        self._told_costs, self._disk_closed, self._told_draining = self.costs, False, self.draining
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
 
@@ -231,6 +234,7 @@ class ReportBuilder:
             or lease_want != self._told_want
             or self.stalled != self._told_stalled
             or (self.stalled and self._applied)
+            or self.draining is not self._told_draining
         )
 
     def _has_columns(self) -> bool:

@@ -33,6 +33,7 @@ PART_SHARE: Final = 0.125
 LINK_SHARE: Final = 0.1
 """The most of the time that parts may take."""
 
+DRAINS: Final = "the worker drains"
 _NOTHING_THERE: Final = "neither its disk nor another worker has the next block"
 
 
@@ -72,6 +73,8 @@ def _answer_of(state: LedgerState, hashes: Items[BlockHash]) -> Answer:
     if tier is None or state.config.groups:
         what = "keeps nothing in host memory" if tier is None else "has several groups of layers"
         return Answer(Outcome.REFUSED, 0, 0, f"the worker {what}; expected one of one group that has --host-memory")
+    if state.worker.draining:
+        return Answer(Outcome.REFUSED, 0, 0, f"{DRAINS}; expected one that takes new requests")
     there = count_there(state, hashes, 0, wanted)
     if there == wanted or state.ahead.find_wish(hashes) is not None:
         why = "all of it is there" if there == wanted else "it is on its way already"
@@ -164,6 +167,15 @@ def _reach(state: LedgerState, wish: Wish) -> int:
     if known and not count_there(state, wish.hashes, known - 1, known):
         known = 0
     return known + count_there(state, wish.hashes, known, end)
+
+
+def end_wishes(state: LedgerState, why: str) -> None:
+    """End all wishes. What is on its way comes, and counts as anything else there."""
+    now = state.clock.monotonic()
+    for wish in state.ahead.wishes:
+        wish.came = max(wish.came, _reach(state, wish) - wish.there)
+        _end_wish(state, wish, why, now)
+    state.ahead.clear()
 
 
 def _end_wish(state: LedgerState, wish: Wish, why: str, now: float) -> None:

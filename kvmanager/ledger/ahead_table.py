@@ -88,7 +88,7 @@ class AheadTable:
             self.part.failed += end is not TransferEnd.DONE
 
     def clear(self) -> None:
-        """Forget everything: the cache was reset."""
+        """Forget everything. Transfers of a part that are open are then like those of a sequence that has left."""
         self.wishes.clear()
         self.part = None
 

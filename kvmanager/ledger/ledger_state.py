@@ -310,7 +310,8 @@ class WorkerView:
     """What the worker said last, and what it was told.
 
     `steps` counts the worker's steps since the session began; `last_step` is the number that its last report named.
-    `lease_want` is how many blocks it asked for, `costs` what a block costs it (None: it has not said).
+    `lease_want` is how many blocks it asked for, `costs` what a block costs it (None: it has not said). Once it is
+    `draining`, it gets no new requests.
     `last_sent_target` is the lease target that it received last, and `refused` names sequences of whose refusal it has
     still to hear.
     """
@@ -322,6 +323,7 @@ class WorkerView:
     refused: list[SequenceId] = field(default_factory=list)
     resets: ResetOrder = field(default_factory=ResetOrder)
     costs: TransferCosts | None = None
+    draining: bool = False
 
     def count_steps(self, step: int) -> None:
         """Count the worker's steps up to the one that a report names."""

@@ -194,9 +194,10 @@ class WorkerRegistry:
             return
 
     def _standings(self, asked: str, prefix: Items[BlockHash]) -> Iterator[Standing]:
-        """Yield the worker that was asked, and some that fetch from others."""
+        """Yield the worker that was asked, and some that fetch from others and do not drain."""
         able = (each for each in self._registrations.values() if each.ready and each.ledger.state.peers is not None)
-        others = (each for each in able if each.attach.worker_id != asked)
+        stay = (each for each in able if not each.ledger.state.worker.draining)
+        others = (each for each in stay if each.attach.worker_id != asked)
         for each in (*islice(others, _MOST_LOOKED_AT), self._registrations[asked]):
             state = each.ledger.state
             has = ahead.count_there(state, prefix, len(prefix) - 1, len(prefix)) > 0

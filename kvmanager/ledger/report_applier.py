@@ -11,7 +11,7 @@ from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import IN_USE, key_of
 from kvmanager.contracts.sequence import Run, Sequence
-from kvmanager.ledger import checkpoints, transfers
+from kvmanager.ledger import ahead, checkpoints, transfers
 from kvmanager.ledger.ledger_state import LedgerState
 
 _WAITING, _RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
@@ -29,6 +29,9 @@ def apply_report(state: LedgerState, report: Report) -> None:
             apply_entries(state, entries)
     if report.disk_closed:
         transfers.close_disk(state)
+    if report.draining:
+        state.worker.draining = True
+        ahead.end_wishes(state, ahead.DRAINS)
     if report.transfer_costs is not None:
         state.worker.costs = report.transfer_costs
     if report.stalled is not None:

@@ -120,6 +120,7 @@ reports = st.builds(
     ended=tuples_of(st.tuples(u64, st.sampled_from(transfers.TransferEnd))),
     transfer_costs=st.none() | st.builds(transfers.TransferCosts, seconds, seconds, seconds, seconds),
     disk_closed=st.booleans(),
+    draining=st.booleans(),
 )
 
 

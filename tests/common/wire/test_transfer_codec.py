@@ -114,6 +114,9 @@ def test_a_report_without_transfers_says_nothing_of_them() -> None:
     )
     received = lease_codec.report_from_proto(sent)
     assert (received.ended, received.transfer_costs, received.disk_closed) == ((), None, False)
+    assert not received.draining
+    drains = lease_codec.report_to_proto(Report(draining=True))
+    assert lease_codec.report_from_proto(kvmanager_pb2.Report.FromString(drains.SerializeToString())).draining
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])

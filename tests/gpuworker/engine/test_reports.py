@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.contracts.lease import Admit, Attached, AttachOk, Connected, GrantBatch, Granted, Report
+from common.contracts.lease import Admit, Attached, AttachOk, Connected, Detached, GrantBatch, Granted, Report
 from common.contracts.types import BlockId, FinishReason, SequenceId
 from gpuworker.engine.engine import GATHER_SECONDS, ReportPace
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
@@ -146,3 +146,17 @@ def test_nothing_is_kept_back_once_no_step_runs(worker: Worker) -> None:
     (report,) = worker.reports()
     assert report.step == 4
     worker.driver.engine._stopping = False
+
+
+def test_a_drain_is_told_at_once_and_again_in_each_session(worker: Worker) -> None:
+    worker.driver.engine.drain()
+    worker.driver.engine.turn()
+    (report,) = worker.reports()
+    assert report.draining
+    worker.step(30)
+    later = worker.reports()
+    assert later
+    assert not any(each.draining for each in later), "it was told"
+    worker.channel.events.extend([Detached(1), Connected(), Attached(2, AttachOk(1, 10))])
+    worker.driver.engine.turn()
+    assert [each.draining for each in worker.reports()] == [True]

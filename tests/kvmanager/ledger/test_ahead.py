@@ -301,3 +301,22 @@ def test_records_say_who_asked_what_was_there_and_what_came() -> None:
             {"blocks": 4.0, "came": 4.0, "seconds": 0.5},
         ),
     ]
+
+
+def test_a_worker_that_drains_gets_nothing_more_and_what_is_on_its_way_comes() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:5])
+    made.wish(OTHER, AheadKind.REPLICA)
+    made.end(moves[:1])
+    made.records()
+    assert ordered(play(made.ledger, draining=True)) == []
+    assert [(chosen, reasons[1]) for chosen, reasons, _ in made.records()] == [
+        ("prefetch: 1 of 5 blocks came", "the worker drains"),
+        ("replica: 0 of 3 blocks came", "the worker drains"),
+    ]
+    assert made.end(moves[1:]) == []
+    assert (made.frames, made.ledger.pool_counts().ahead) == (list(KEYS[:4]), 0)
+    made.clock.advance(3600.0)
+    refused = (Outcome.REFUSED, 0, 0, "the worker drains; expected one that takes new requests")
+    assert made.wish(KEYS[:5]) == (refused, [])
+    assert not made.ledger.part_due

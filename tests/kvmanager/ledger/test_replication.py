@@ -12,6 +12,7 @@ from common.contracts.lease import CachedBlock, Inventory, Report
 from common.contracts.types import BlockHash, BlockId
 from kvmanager.contracts.ledger_config import ManagerConfig
 from kvmanager.ledger import replication
+from kvmanager.ledger.ahead_table import Outcome
 from kvmanager.ledger.registry import WorkerRegistry
 from kvmanager.ledger.replication import Choice, Hot, HotPrefixes, Standing, choose_worker, places_of
 from tests.kvmanager.ledger.test_peers import FORMAT, KEY, attach, attached
@@ -155,3 +156,17 @@ def test_nothing_is_replicated_that_is_there() -> None:
     clock.advance(5.0)
     assert made.note_prompts("a", [KEYS]) == set()
     assert made.ledger("c").pool_counts().ahead == 1
+
+
+def test_a_worker_that_drains_gets_no_copy_and_the_next_one_does() -> None:
+    made, _ = registry("a", "b", "c", "d")
+    made.ledger("c").apply_report(Report(draining=True))
+    made.note_prompts("a", [KEYS])
+    assert made.note_prompts("b", [KEYS]) == {"d"}
+    batch = made.ledger("c").schedule()
+    assert batch is not None
+    assert batch.transfers == ()
+    answer = made.wish_prefix("c", KEYS, "an operator asks")
+    assert answer == (Outcome.REFUSED, 0, 0, "the worker drains; expected one that takes new requests")
+    made.ledger("c").rebuild(Inventory())
+    assert made.wish_prefix("c", KEYS, "an operator asks").outcome is Outcome.ACCEPTED, "its next session"

@@ -190,6 +190,8 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         report._reset,
         tuple(report._ended),
         report._disk_closed,
+        report.draining,
+        report._told_draining,
     )
 
 

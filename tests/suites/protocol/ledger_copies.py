@@ -41,6 +41,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         tuple(state.worker.refused),
         state.worker.last_sent_target,
         state.worker.lease_want,
+        state.worker.draining,
         ledger.has_more,
         state.worker.resets.key(),
         tuple(state.sequences.copying.items()),

@@ -631,6 +631,7 @@ class Report(_message.Message):
     ENDED_ENDS_FIELD_NUMBER: _builtins.int
     TRANSFER_COSTS_FIELD_NUMBER: _builtins.int
     DISK_CLOSED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
     """Parallel arrays, in order of binding."""
@@ -671,6 +672,8 @@ class Report(_message.Message):
     ended_ends: _builtins.bytes
     disk_closed: _builtins.bool
     """No frame on disk holds anything for the rest of the session."""
+    draining: _builtins.bool
+    """The worker drains: it takes no new requests for the rest of the session."""
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -714,10 +717,11 @@ class Report(_message.Message):
         ended_ends: _builtins.bytes = ...,
         transfer_costs: Global___TransferCosts | None = ...,
         disk_closed: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "_transfer_costs", b"_transfer_costs", "stalled", b"stalled", "transfer_costs", b"transfer_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "_transfer_costs", b"_transfer_costs", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "disk_closed", b"disk_closed", "ended_ends", b"ended_ends", "ended_ids", b"ended_ids", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "transfer_costs", b"transfer_costs", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "_transfer_costs", b"_transfer_costs", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "disk_closed", b"disk_closed", "draining", b"draining", "ended_ends", b"ended_ends", "ended_ids", b"ended_ids", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "transfer_costs", b"transfer_costs", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
