@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,16 @@ KUBERNETES = ("1.30", "1.37")
 # What a service may need after its drain_timeout (common.rpc.server, cli.suite.stack).
 LAST_REPLIES_S = 5
 
-COMPONENTS = ("tracing", "cert-manager", "decision-log", "standby", "autoscale", "keda", "prometheus-operator")
+COMPONENTS = (
+    "tracing",
+    "cert-manager",
+    "decision-log",
+    "standby",
+    "autoscale",
+    "keda",
+    "prefill",
+    "prometheus-operator",
+)
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
@@ -382,3 +392,67 @@ def test_tracing_adds_one_edge_and_options_that_exist(tmp_path: Path) -> None:
         assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel-collector.monitoring:4317"
     for each in traced.all:
         kubernetes_validate.validate(each, KUBERNETES[0], strict=True)
+
+
+# ---------------------------------------------------------------- workers that compute prompts
+
+PREFILL, ROLE = "gpuworker-prefill", "quire.dev/disaggregation"
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
+    return with_components(tmp_path_factory.mktemp("prefill"), "prefill")
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_with_prefill_workers_is_valid(prefill: Manifests, version: str) -> None:
+    for each in prefill.all:
+        kubernetes_validate.validate(each, version, strict=True)
+    assert {each["metadata"].get("namespace") for each in prefill.all if each["kind"] != "Namespace"} == {"quire"}
+
+
+def test_prefill_workers_are_the_workers_of_the_base_but_for_their_role(prefill: Manifests) -> None:
+    """What the base changes must be changed there, too: nothing but name, role and replicas may differ."""
+    decode, other = (copy.deepcopy(prefill.one("Deployment", name)) for name in ("gpuworker", PREFILL))
+    for made, role in ((decode, "decode"), (other, "prefill")):
+        del made["metadata"]["name"], made["spec"]["replicas"]
+        assert made["spec"]["selector"]["matchLabels"].pop(ROLE) == role
+        assert made["spec"]["template"]["metadata"]["labels"].pop(ROLE) == role
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        container["env"].remove({"name": "QUIRE_DISAGGREGATION", "value": role})
+    assert decode == other
+    base = copy.deepcopy(variant("base").one("Deployment", "gpuworker"))
+    for made in (base, decode):  # its name has a hash of the options
+        made["spec"]["template"]["spec"]["containers"][0]["envFrom"] = []
+        made["metadata"].pop("name", None)
+        made["spec"].pop("replicas", None)
+    assert decode == base
+
+
+def test_each_deployment_of_workers_selects_its_own_pods(prefill: Manifests) -> None:
+    pods = {name: pod["metadata"]["labels"] for name, pod in prefill.pods().items()}
+    for each in prefill.of("Deployment"):
+        found = [pod for pod in pods if selects(each["spec"]["selector"], pods[pod])]
+        assert found == [each["metadata"]["name"]]
+    budget = prefill.one("PodDisruptionBudget", "gpuworker")["spec"]["selector"]
+    assert {pod for pod in pods if selects(budget, pods[pod])} == {"gpuworker", PREFILL}
+
+
+@pytest.mark.parametrize(("name", "role"), [("gpuworker", "decode"), (PREFILL, "prefill")])
+def test_workers_of_each_role_fetch_blocks_from_each_other(prefill: Manifests, name: str, role: str) -> None:
+    found = load(GpuWorkerSettings, environ=image_environment("gpuworker") | prefill.environment(name))
+    assert (found.disaggregation, found.data_port) == (role, DATA_PORT)
+    assert found.host_memory
+    for service in ("router", "kvmanager"):
+        load(SETTINGS[service], environ=image_environment(service) | prefill.environment(service))
+
+
+def test_prefill_workers_have_the_edges_of_workers(prefill: Manifests) -> None:
+    def alike(edge: tuple[str, str, int]) -> tuple[str, str, int]:
+        one, other = (each.replace(PREFILL, "gpuworker") for each in edge[:2])
+        return one, other, edge[2]
+
+    found = all_edges(prefill)
+    assert set(map(alike, found)) == DIAGRAM | SCRAPED | ASKED | {("bystander", "dns", 53)}
+    between = {("gpuworker", PREFILL, DATA_PORT), (PREFILL, "gpuworker", DATA_PORT), ("router", PREFILL, 50053)}
+    assert between < found

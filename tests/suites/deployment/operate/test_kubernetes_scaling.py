@@ -214,5 +214,7 @@ def _triggered(trigger: dict[str, Any]) -> tuple[str, Target]:
 
 @needs_kubectl
 def test_the_components_go_with_each_other(tmp_path: Path) -> None:
-    built = with_components(tmp_path, "standby", "autoscale", "decision-log", "tracing", "prometheus-operator")
+    built = with_components(
+        tmp_path, "standby", "autoscale", "decision-log", "tracing", "prefill", "prometheus-operator"
+    )
     assert len(built.of("HorizontalPodAutoscaler")) == 2

@@ -65,13 +65,14 @@ def test_prometheus_in_a_cluster_goes_by_what_pods_carry() -> None:
         for document in yaml.safe_load_all(path.read_text())
         if document["kind"] == "Deployment" and document["metadata"]["name"] != "redis"
     ]
-    assert len(deployments) == 3
+    assert len(deployments) == 4
     (job,) = load_yaml(PROMETHEUS / "kubernetes.yml")["scrape_configs"]
     rules = {source for rule in job["relabel_configs"] for source in rule["source_labels"]}
     for deployment in deployments:
         pod = deployment["spec"]["template"]
         carried = {f"__meta_kubernetes_pod_annotation_{_written(name)}" for name in pod["metadata"]["annotations"]}
-        carried |= {f"__meta_kubernetes_pod_label_{_written(name)}" for name in pod["metadata"]["labels"]}
+        labels = pod["metadata"]["labels"].keys() - {"quire.dev/disaggregation"}  # it tells two kinds of workers apart
+        carried |= {f"__meta_kubernetes_pod_label_{_written(name)}" for name in labels}
         assert {rule for rule in rules if "annotation" in rule or "label" in rule} == carried
         assert "grpc" in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
 
