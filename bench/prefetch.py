@@ -22,9 +22,8 @@ from typing import Final
 
 import psutil
 
-from bench.lib.harness import median_interval, parser, progress, report
-from bench.lib.workers import manager_process
-from bench.peer_fetch import BLOCK_SIZE, SHAPES, TAIL, Answer, Pair, Worker, running, times_to_first_token
+from bench.lib.harness import median_interval, progress, report
+from bench.lib.worker_pair import BLOCK_SIZE, TAIL, Answer, Pair, Worker, measured, pair_flags, times_to_first_token
 from common.wire.packing import pack_hashes
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 
@@ -173,27 +172,15 @@ NOTES = {
 }
 
 
-async def run(
-    manager: str, shape: str, dtype: str, lengths: Sequence[int], pairs: int, rounds: int
-) -> dict[str, float]:
-    longest = max(lengths) + 512
-    async with running(manager, shape, dtype, longest, 4 * -(-longest // BLOCK_SIZE) + 256) as pair:
-        figures = await gains(pair, lengths, pairs) if pairs else {}
-        return figures | (await costs(pair, min(512, *lengths), rounds) if rounds else {})
-
-
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--lengths", default="512,2048", help="tokens of the prefixes")
-    flags.add_argument("--pairs", type=int, default=5, help="interleaved threes of each length")
-    flags.add_argument("--rounds", type=int, default=5, help="pairs of runs of streams")
-    flags.add_argument("--shape", choices=SHAPES, default="128m", help="the model: a small one, or one of 128 M")
-    flags.add_argument("--dtype", default="bfloat16", help="type of weights and of K and V")
+    flags = pair_flags(__doc__, "512,2048", "interleaved threes of each length", "pairs of runs of streams")
     args = flags.parse_args()
-    lengths = [int(each) for each in args.lengths.split(",")]
-    with manager_process(BLOCK_SIZE) as (manager, _):
-        figures = asyncio.run(run(manager, args.shape, args.dtype, lengths, args.pairs, args.rounds))
-    report("prefetch", figures, NOTES, args.json)
+
+    async def run(pair: Pair, lengths: list[int]) -> dict[str, float]:
+        figures = await gains(pair, lengths, args.pairs) if args.pairs else {}
+        return figures | (await costs(pair, min(512, *lengths), args.rounds) if args.rounds else {})
+
+    report("prefetch", measured(args, 512, run), NOTES, args.json)
 
 
 if __name__ == "__main__":
