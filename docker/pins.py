@@ -3,8 +3,9 @@
 What is installed keeps its version; what pyproject.toml has named since then gets the newest one. The lock is
 universal: it is written once for every system and Python that Quire runs on. uv resolves it, from an environment of its
 own that is thrown away. torch and triton have no hashes: each host takes the build that fits. What torch needs besides
-its CUDA packages is in the lock. What `make fuzz` needs besides has a lock of its own, and so has what generates code.
-Both keep their versions too. Run this beside pyproject.toml, in Quire's environment.
+its CUDA packages is in the lock. What `make fuzz` needs besides has a lock of its own, and so have what generates code
+and the extras that neither an image nor `make install` has. All keep their versions too. Run this beside
+pyproject.toml, in Quire's environment.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from typing import Final
 
 UV: Final = "uv==0.13.9"
 EXTRAS: Final = ("router", "kvmanager", "gpuworker", "gpu", "cli", "local", "bench", "dev")
+OPTIONAL: Final = ("linear", "nixl")
+"""Extras for hosts with a GPU or RDMA, which need torch."""
 UNHASHED: Final = ("torch", "triton")
 PYTHON, BEFORE = "3.11", "3.15"  # the oldest Python that Quire runs on, and the first one without a build of torch
 CONSTRAINTS, LOCK = Path("constraints.txt"), Path("requirements.lock")
 FUZZ_LOCK, PROTOS_LOCK = Path("tests/fuzz/requirements.lock"), Path("protos/requirements.lock")
+OPTIONAL_LOCK = Path("docker/optional.lock")
 # What uv writes behind every package that is not for some systems alone.
 _EVERYWHERE: Final = f" ; python_full_version < '{BEFORE}' and (sys_platform == 'darwin' or sys_platform == 'linux')"
 _HEADER: Final = """\
@@ -35,6 +39,9 @@ _HEADER: Final = """\
 """
 _FUZZ_HEADER: Final = """\
 # What `make fuzz` installs besides; docker/pins.py writes it.
+"""
+_OPTIONAL_HEADER: Final = """\
+# What the extras `linear` and `nixl` need besides, torch and triton left out; docker/pins.py writes it.
 """
 _PROTOS_HEADER: Final = """\
 # What generates the code of the .proto files, in an environment of its own; docker/pins.py writes it.
@@ -54,6 +61,7 @@ def main() -> None:
         _write(CONSTRAINTS, "".join(f"{line}\n" for line in [*comments, *sorted(pins, key=str.lower)]))
         _write(LOCK, _HEADER + lock)
         _write(FUZZ_LOCK, _FUZZ_HEADER + _resolved(uv, _ranges("fuzz"), CONSTRAINTS, FUZZ_LOCK))
+        _write(OPTIONAL_LOCK, _OPTIONAL_HEADER + _resolved(uv, _ranges(*OPTIONAL), CONSTRAINTS, OPTIONAL_LOCK))
         _write(PROTOS_LOCK, _PROTOS_HEADER + _resolved(uv, _ranges("protos"), Path(os.devnull), PROTOS_LOCK))
 
 
