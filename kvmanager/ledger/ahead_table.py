@@ -58,14 +58,18 @@ class Part:
 
 
 class AheadTable:
-    """Wishes of one worker, the first one under way. No part is ordered before the clock reads `due`."""
+    """Wishes of one worker, the first one under way. No part is ordered before the clock reads `due`.
 
-    __slots__ = ("due", "part", "wishes")
+    `came` has what came by them in this session and has not left host memory since.
+    """
+
+    __slots__ = ("came", "due", "part", "wishes")
 
     def __init__(self) -> None:
         self.wishes: deque[Wish] = deque()
         self.part: Part | None = None
         self.due = 0.0
+        self.came: dict[BlockHash, AheadKind] = {}
 
     @property
     def open(self) -> int:
@@ -87,14 +91,19 @@ class AheadTable:
             self.part.open.discard(number)
             self.part.failed += end is not TransferEnd.DONE
 
-    def clear(self) -> None:
-        """Forget everything. Transfers of a part that are open are then like those of a sequence that has left."""
+    def clear_wishes(self) -> None:
+        """Forget what is to come. Transfers of a part that are open are then like those of a sequence that has left."""
         self.wishes.clear()
         self.part = None
 
+    def clear(self) -> None:
+        """Forget everything: the cache was reset."""
+        self.clear_wishes()
+        self.came.clear()
+
     def copy(self) -> AheadTable:
         twin = AheadTable()
-        twin.due = self.due
+        twin.due, twin.came = self.due, self.came.copy()
         twin.wishes.extend(Wish(e.kind, e.hashes, e.there, e.why, e.asked, e.came) for e in self.wishes)
         if self.part is not None:
             twin.part = Part(self.part.open.copy(), self.part.began, self.part.failed)

@@ -208,6 +208,8 @@ def _transfers(state: LedgerState) -> None:
     _check(transfers.fetching == fetching, "the fetches by hash are other ones than those that are open")
     ahead = state.ahead.part.open if state.ahead.part is not None else set[int]()
     _check(ahead <= set(fetching.values()), "what comes ahead of need is no open fetch")
+    there = state.store.tier.entries if state.store.tier is not None else {}
+    _check(state.ahead.came.keys() <= there.keys(), "what came ahead of need has left host memory")
     waiting = {(each, number) for number, found in transfers.waiting.items() for each in found}
     wanted = {
         (each, number)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import Final
 
-from common.contracts.lease import FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import AHEAD_REASON, FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.transfers import TransferEnd
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
@@ -95,6 +96,16 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
     return reasons
 
 
+def _ahead_reasons(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> list[str]:
+    """Return in words how many of the loaded blocks came ahead of need, by kind."""
+    came = state.ahead.came
+    if not came or not plan.frames:
+        return []
+    kinds = Counter(came[each] for each in sequence.block_hashes[plan.present : plan.shared] if each in came)
+    of_them = f"of the {len(plan.frames)} loaded blocks came before a request asked for them"
+    return [f"{AHEAD_REASON}{count} {of_them} ({kind})" for kind, count in sorted(kinds.items())]
+
+
 def record_grant(
     state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
 ) -> str:
@@ -109,7 +120,7 @@ def record_grant(
     if part is not None and not sequence.recompute:
         state.totals.partial_hits += 1
         state.totals.partial_hit_tokens += part.slots
-    reasons = _reasons(sequence, plan, passes, part, lacking)
+    reasons = (*_reasons(sequence, plan, passes, part, lacking), *_ahead_reasons(state, sequence, plan))
     passed_by, waited = state.sequences.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
     figures = {
         "num_tokens": float(sequence.num_tokens),

@@ -108,6 +108,7 @@ class LedgerState:
         """Count contents that have left host memory, unless a block has them: they are lost, or on disk alone."""
         cache = self.store.cache
         for dropped, _ in taken.dropped:
+            self.ahead.came.pop(dropped, None)
             if dropped not in cache.entries:
                 self.totals.host_drops += dropped not in cache.saved
                 self.totals.host_drops_saved += dropped in cache.saved

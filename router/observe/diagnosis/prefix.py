@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import AHEAD_REASON, PARTIAL_REASON, RETENTION_REASON
 from router.contracts.index_answer import IndexSaid
 from router.observe.diagnosis.causes import Cause, advice_for
 from router.observe.diagnosis.index_words import index_said, index_words
@@ -53,7 +53,8 @@ def prefix_verdict(history: RequestHistory) -> Verdict | None:
     if outcome is None or not outcome.miss:
         return None
     whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
-    loaded = "; ".join([*_fetched(outcome), *([loaded_words(outcome)] if outcome.loaded_blocks else [])])
+    there = [loaded_words(outcome), *_ahead(history)] if outcome.loaded_blocks else []
+    loaded = "; ".join([*_fetched(outcome), *there])
     if outcome.miss in _NO_MISS and not _ends_in_a_block(outcome):
         cause = Cause.FETCHING if outcome.fetched_blocks else Cause.LOADED
         verdict = Verdict(cause, 0.0, f"{whole}; {loaded}.", _evidence(history, outcome), advice_for(cause))
@@ -69,6 +70,12 @@ def _fetched(outcome: Outcome) -> list[str]:
         return []
     came = f"{count(outcome.fetched_blocks, 'block')} came from {outcome.fetch_source or 'elsewhere'}"
     return [f"{came} in {duration(outcome.fetch_seconds)}"]
+
+
+def _ahead(history: RequestHistory) -> list[str]:
+    """Return what the manager says of loaded blocks that came ahead of need."""
+    said = (each for grant in history.grants for each in grant.reasons if each.startswith(AHEAD_REASON))
+    return [each.removeprefix(AHEAD_REASON) for each in dict.fromkeys(said)]
 
 
 def _ends_in_a_block(outcome: Outcome) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.contracts.lease import CachedBlock, GrantBatch, Inventory
+from common.contracts.lease import AHEAD_REASON, CachedBlock, GrantBatch, Inventory
 from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferEnd
 from common.contracts.types import BlockHash, BlockId, DecisionKind, KvGroup, KvGroupKind
 from kvmanager.ledger import ahead
 from kvmanager.ledger.ahead_table import AheadKind, Answer, Outcome
-from tests.support.kvmanager.ledgers import finish, hashes, make_ledger, play, prompt, reserve, run_through
+from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through, seal
 
 TALK = prompt(20 * 16 + 1)
 KEYS = hashes(TALK)
@@ -242,6 +242,51 @@ def test_a_worker_without_host_memory_or_with_groups_refuses() -> None:
     answer = make_ledger(8, host_frames=8, groups=groups).wish_prefix(PREFETCH, KEYS, "somebody asks")
     assert (answer.outcome, answer.blocks) == (Outcome.REFUSED, 0)
     assert answer.why.startswith("the worker has several groups of layers")
+
+
+# ---------------------------------------------------------------- what a grant says of it
+
+
+def test_a_grant_says_which_of_its_loaded_blocks_came_ahead_of_need() -> None:
+    """The pin of an operator and the rule of replication are told apart; what comes with the prompt is neither."""
+    made = Made()
+    for keys, kind in ((KEYS[:2], PREFETCH), (KEYS[:3], AheadKind.REPLICA)):
+        _, moves = made.wish(keys, kind)
+        made.end(moves)
+    batch = play(made.ledger, reserve=(reserve(1, prompt(3 * 16 + 1)),))
+    assert batch is not None
+    assert len(batch.admit) == 1
+    (grant,) = [each for each in made.ledger.drain_decisions() if each.kind is DecisionKind.GRANT]
+    of_them = "of the 3 loaded blocks came before a request asked for them"
+    said = [each for each in grant.reasons if each.startswith(AHEAD_REASON)]
+    assert said == [f"{AHEAD_REASON}2 {of_them} (prefetch)", f"{AHEAD_REASON}1 {of_them} (replica)"]
+
+
+def test_what_was_computed_meanwhile_did_not_come_ahead_of_need() -> None:
+    """A sequence that computes the prefix seals it while the first part is under way; the fifth block is its own."""
+    made = Made()
+    made.ledger.state.peers = None
+    admit(made.ledger, reserve(1, prompt(5 * 16 + 1)))
+    made.ledger.state.peers = made.source
+    _, moves = made.wish(KEYS[:5])
+    seal(made.ledger, 1, KEYS[:5])
+    made.end(moves)
+    assert made.frames == list(KEYS[:4])
+    assert list(made.ledger.state.ahead.came) == list(KEYS[:4])
+
+
+def test_what_has_left_host_memory_since_or_a_reset_has_voided_did_not_come_ahead_of_need() -> None:
+    made = Made(frames=8, blocks=2)
+    _, moves = made.wish(KEYS[:2])
+    while moves:
+        moves = made.end(moves)
+    assert list(made.ledger.state.ahead.came) == list(KEYS[:2])
+    made.ledger.state.peers = None
+    for number in range(1, 5):  # what leaves the pool takes their frames
+        run_through(made.ledger, number, prompt(12 * 16, start=1000 * number))
+    assert len(made.ledger.state.ahead.came) < 2
+    made.ledger.reset_cache(1)
+    assert made.ledger.state.ahead.came == {}
 
 
 # ---------------------------------------------------------------- ends

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import prefetch
+from common.contracts.lease import AHEAD_REASON
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -66,6 +67,8 @@ async def test_a_prompt_that_an_operator_prefetched_waits_for_nothing(
         assert await records_of(pair.suite, "hits", "shortfall") == []
         (grant,) = await records_of(pair.suite, "hits", "grant")
         assert (grant.figures["host_blocks"], "fetched_blocks" in grant.figures) == (BLOCKS, False)
+        said = f"{BLOCKS} of the {BLOCKS} loaded blocks came before a request asked for them (prefetch)"
+        assert f"{AHEAD_REASON}{said}" in grant.reasons
         again = await prefetched(pair, prompt(1))
         assert (again.outcome, again.blocks_there, again.blocks_coming) == ("accepted", BLOCKS, 0)
         await pair.suite.until_all_free(2)

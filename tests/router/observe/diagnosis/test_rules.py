@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
-from common.contracts.lease import FETCH_REASON, PARTIAL_REASON, RETENTION_REASON
+from common.contracts.lease import AHEAD_REASON, FETCH_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.contracts.refusals import FAULTS, Refusal, refusal_record, wrong_request_record
 from router.observe.diagnosis.causes import Cause
@@ -653,6 +653,17 @@ def test_what_was_loaded_from_host_memory_is_told_with_what_computing_it_would_t
     quick = asked(replace(LOADED, load_seconds=0.00004), routed(), granted(0.0)).prefix
     assert quick is not None
     assert "w0 loaded 47 blocks from host memory in under 0.1 ms instead of" in quick.sentence
+
+
+def test_loaded_blocks_that_came_ahead_of_need_are_named() -> None:
+    said = "36 of the 47 loaded blocks came before a request asked for them (prefetch)"
+    grant = replace(granted(0.0), reasons=("full_hit", f"{AHEAD_REASON}{said}"))
+    found = asked(LOADED, routed(), grant).prefix
+    assert found is not None
+    assert found.sentence.endswith(f"; {LOADS} (about 410 ms at its rate); {said}.")
+    unloaded = asked(replace(LOADED, loaded_blocks=0, cached_tokens=700, miss="diverged_at"), routed(), grant).prefix
+    assert unloaded is not None
+    assert said not in unloaded.sentence
 
 
 def test_why_no_more_was_cached_is_told_with_what_was_loaded() -> None:
