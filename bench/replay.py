@@ -2,6 +2,7 @@
 
     python -m bench.replay --json
     python -m bench.replay --trace conversation_trace.jsonl.gz --pools 500 1000 --json
+    python -m bench.replay --zipf 2000 --trace-workers 2 --pools 250 500 --json         what --replicate changes
 
 The speed is that of one core, on made-up requests of 64 + 64 tokens for 8 workers. For the error, requests reach a
 suite while `quire record` runs, and the replay of its log is compared with the log. The suite's one worker runs the
@@ -10,6 +11,9 @@ demo model; with --simulate COSTS it runs no model.
 With --trace nothing is recorded and no speed is measured. The trace is replayed on pools of several sizes, with host
 memory and fetches between workers and without: what they change of latencies, of hits and of goodput. Its steps, links
 and objectives are those of the flags, so the figures are of these and of no machine.
+
+With --zipf the same is done with made-up requests whose prefixes are as frequent as Zipf's law says: what `--replicate`
+of the KV manager changes where workers fetch from each other anyway.
 """
 
 from __future__ import annotations
@@ -142,7 +146,7 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = flags()
     args = words.parse_args(argv)
-    if args.trace is not None:
+    if args.trace is not None or args.zipf is not None:
         return trace_moves.run(args, words.error)
     fast, again = speed(made_up(args.replayed, args.fast)), speed(made_up(args.replayed, args.fast))
     other = speed(made_up(args.replayed, args.fast), seed=1)

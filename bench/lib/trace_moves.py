@@ -1,22 +1,27 @@
 """A trace on pools of several sizes: with nothing that moves, with host memory, and with fetches between workers too.
 
 All three have equal pools. The last two have equal host memory, so that they differ by fetches between workers alone.
+
+A made-up load of shared prefixes is replayed with `--replicate` and without, both with fetches between workers.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import random
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from bench.lib.harness import progress, report_columns
+from bench.lib.harness import median_interval, progress, report_columns
 from cli.replay.figures import Objective, figures_of
 from cli.replay.links import DEFAULT_LINKS, Moves, parse_links
 from cli.replay.policies import ROUTERS
 from cli.replay.simulation import ReplayOptions, replay
-from cli.replay.trace import Trace, read_trace
+from cli.replay.trace import Arrival, Trace, read_trace
 from cli.replay.worker import Timing
 from common.contracts.errors import InvalidConfig
 from gpuworker.scheduling.step_costs import parse_costs
@@ -24,6 +29,13 @@ from gpuworker.scheduling.step_costs import parse_costs
 _BLOCK: Final = 256
 """Slots of a block: of a trace with longer ones, such as Mooncake's of 512, half of each."""
 _STEP_TOKENS: Final = 4096
+_PREFIXES: Final = 256
+"""Those that requests of the made-up load begin with: the n-th one is as frequent as 1/n (Zipf)."""
+_SHARED, _OWN, _OUTPUT = 1024, 128, 64
+"""Tokens of a prefix, of a request's own behind it, and of its output."""
+_PLACES: Final = 16
+"""Sequences that run at once at a worker: those beyond wait, and a queue is what makes a prefix hot."""
+_SEEDS: Final = 5
 COSTS: Final = "base=20ms,decode=50us,prefill=50us"
 NOTES: Final = {
     "goodput_ratio": "good requests a second, with host memory and fetches over without either; equal pools",
@@ -48,6 +60,21 @@ NOTES: Final = {
 }
 
 
+REPLICA_NOTES: Final = {
+    "ttft_p50_ratio": "virtual seconds to the first token, median: with --replicate over without; median of seeds",
+    "ttft_p99_ratio": "the same, 99th percentile",
+    "goodput_ratio": "good requests a second, with over without",
+    "ttft_p50_s": "virtual seconds to the first token without it, median",
+    "ttft_p99_s": "the same, 99th percentile",
+    "hits_with": "share of prompt tokens from the cache, with it",
+    "hits_without": "the same without it",
+    "waited_with": "share that came from another worker while a request waited, with it",
+    "waited_without": "the same without it",
+    "replicated": "blocks that came ahead of need, in one replay",
+    "replicated_share": "these over all blocks of prompts",
+}
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     words = flags.add_argument_group("a trace (replays it alone, with and without moves of blocks)")
     words.add_argument("--trace", type=Path, metavar="FILE", help="log of `quire record`, or a trace of Mooncake")
@@ -62,6 +89,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     words.add_argument("--costs", default=COSTS, help="costs of a step (default %(default)s)")
     words.add_argument("--links", default=DEFAULT_LINKS, help="how fast blocks move (default %(default)s)")
     words.add_argument("--slo-ttft", type=float, default=2.0, metavar="S", help="a good first token (default 2 s)")
+    what = "replay N made-up requests with Zipf's prefixes in place of a trace, with --replicate and without"
+    words.add_argument("--zipf", type=int, metavar="N", help=what)
+    what = "requests of them a second for each worker (default %(default)s)"
+    words.add_argument("--rates", type=float, nargs="+", default=[6.0, 9.0, 12.0], metavar="R", help=what)
     words.add_argument("--slo-itl", type=float, default=0.1, metavar="S", help="a good mean of others (default 0.1 s)")
 
 
@@ -75,6 +106,8 @@ def problem_of(args: argparse.Namespace) -> str:
         "--host-times": args.host_times,
         "--slo-ttft": args.slo_ttft,
         "--slo-itl": args.slo_itl,
+        "--zipf": args.zipf if args.zipf is not None else 1,
+        "--rates": min(args.rates),
     }
     wrong = [f"{name} must be above 0" for name, value in numbers.items() if not value > 0]
     if not args.disk_times >= 0:
@@ -89,6 +122,58 @@ def _refusal(name: str, parse: Callable[[str], object], text: str) -> Iterator[s
         parse(text)
     except ValueError as error:
         yield f"{name}: {error}"
+
+
+def zipf_load(requests: int, rate: float, seed: int) -> Trace:
+    """Return Poisson arrivals of requests that begin with shared prefixes, and go on with tokens of their own."""
+    rng, at, found = random.Random(f"zipf/{seed}"), 0.0, list[Arrival]()
+    weights = [1.0 / (place + 1) for place in range(_PREFIXES)]
+    blocks = _SHARED // _BLOCK
+    for _ in range(requests):
+        at += rng.expovariate(rate)
+        (which,) = rng.choices(range(_PREFIXES), weights)
+        found.append(Arrival(at, _SHARED + _OWN, _OUTPUT, tuple(range(which * blocks, (which + 1) * blocks))))
+    return Trace(tuple(found), _BLOCK)
+
+
+def replicas(args: argparse.Namespace) -> int:
+    """Replay the made-up load with and without `--replicate`, and print a column for each size and rate."""
+    columns = {
+        f"{pool}_{workers}w_{rate:g}": replica_column(args, pool, workers, rate)
+        for workers in args.trace_workers
+        for pool in args.pools
+        for rate in args.rates
+    }
+    report_columns("replay", columns, REPLICA_NOTES, args.json)
+    return 0
+
+
+def replica_column(args: argparse.Namespace, pool: int, workers: int, rate: float) -> dict[str, float]:
+    """Return ratios of replays that differ by `--replicate` alone: of equal arrivals, seed by seed."""
+    moves = Moves(round(args.host_times * pool), peers=True, rates=parse_links(args.links))
+    options, objective = replace(_options(args, pool, workers), moves=moves), Objective(args.slo_ttft, args.slo_itl)
+    options = replace(options, max_num_seqs=_PLACES, max_queued=args.zipf)
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    copied = list[int]()
+    for seed in range(_SEEDS):
+        progress(f"pool {pool}, {workers} workers, {rate:g} a second: seed {seed}")
+        load = zipf_load(args.zipf, rate * workers, seed)
+        for replicate, runs in found.items():
+            manager = replace(options.manager, replicate=replicate)
+            made = replay(load, replace(options, manager=manager, seed=seed))
+            runs.append(figures_of(made, objective))
+            copied += [made.replicated] if replicate else []
+    figures = dict[str, float]()
+    for name, key in (("ttft_p50_ratio", "ttft_p50_s"), ("ttft_p99_ratio", "ttft_p99_s"), ("goodput_ratio", "goodput")):
+        ratios = [one[key] / other[key] for one, other in zip(found[True], found[False], strict=True) if other[key]]
+        ratio, lower, upper = median_interval(ratios) if ratios else (math.inf,) * 3
+        figures |= {name: ratio, f"{name}_lower": lower, f"{name}_upper": upper}
+    figures |= {name: statistics.median(each[name] for each in found[False]) for name in ("ttft_p50_s", "ttft_p99_s")}
+    for name, key in (("hits", "hit_share"), ("waited", "hit_peer_share")):
+        figures[f"{name}_with"] = statistics.median(each[key] for each in found[True])
+        figures[f"{name}_without"] = statistics.median(each[key] for each in found[False])
+    figures["replicated"] = statistics.median(copied)
+    return figures | {"replicated_share": figures["replicated"] * _BLOCK / (args.zipf * (_SHARED + _OWN))}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -109,15 +194,7 @@ def main(args: argparse.Namespace) -> int:
 
 def column(trace: Trace, args: argparse.Namespace, pool: int, workers: int, routing: str) -> dict[str, float]:
     """Return the figures of one pool: with what moves, and without."""
-    options = ReplayOptions(
-        workers,
-        num_blocks=pool,
-        block_size=_BLOCK,
-        max_num_batched_tokens=_STEP_TOKENS,
-        max_queued=len(trace.arrivals),
-        timing=Timing(parse_costs(args.costs)),
-        router=ROUTERS[routing],
-    )
+    options = replace(_options(args, pool, workers), max_queued=len(trace.arrivals), router=ROUTERS[routing])
     rates, host, disk = parse_links(args.links), round(args.host_times * pool), round(args.disk_times * pool)
     found, refused = dict[str, dict[str, float]](), 0.0
     for name, moves in (
@@ -142,12 +219,17 @@ def column(trace: Trace, args: argparse.Namespace, pool: int, workers: int, rout
     return figures | {"refused": refused}
 
 
+def _options(args: argparse.Namespace, pool: int, workers: int) -> ReplayOptions:
+    timing = Timing(parse_costs(args.costs))
+    return ReplayOptions(workers, 1, pool, _BLOCK, max_num_batched_tokens=_STEP_TOKENS, timing=timing)
+
+
 def run(args: argparse.Namespace, fail: Callable[[str], None]) -> int:
-    """Check the flags, and replay the trace. `fail` ends the program with a line."""
+    """Check the flags, and replay the trace or the made-up load. `fail` ends the program with a line."""
     if problem := problem_of(args):
         fail(problem)
     try:
-        return main(args)
+        return main(args) if args.zipf is None else replicas(args)
     except InvalidConfig as error:
         fail(str(error))
     return 2

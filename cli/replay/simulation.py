@@ -218,7 +218,8 @@ class Replay:
     """The results of one replay; `digest` is equal for replays that decided equally.
 
     `reports` are those of the workers to the KV manager, `index_changes` the blocks that it published or withdrew, and
-    `index_entries` the entries of the prefix index at the end. `moves` is whether blocks could move.
+    `index_entries` the entries of the prefix index at the end. `moves` is whether blocks could move; `replicated` are
+    blocks that came to a worker before a request there asked for them.
     """
 
     requests: tuple[Replayed, ...]
@@ -229,6 +230,7 @@ class Replay:
     index_changes: int = 0
     index_entries: int = 0
     moves: bool = False
+    replicated: int = 0
 
 
 def replay(trace: Trace, options: ReplayOptions) -> Replay:
@@ -323,6 +325,7 @@ class _Simulation:
             self._index.changes,
             self._index.entries,
             self._links is not None,
+            sum(each.replicated for each in self._workers.values()),
         )
 
     def _add_worker(self, worker_id: str) -> None:
@@ -357,6 +360,7 @@ class _Simulation:
         listener = Listener(
             lambda outputs: self._later(lambda: self._take(worker_id, outputs)),
             lambda events: self._index.apply(worker_id, events),
+            lambda prompts: self._replicate(worker_id, prompts),
             self._decisions.record_all,
         )
         timing = options.timing
@@ -372,6 +376,11 @@ class _Simulation:
         for router in self._routers:
             router.pool.add(worker, capacity, self._loop.time())
         self._loop.call_later(HEARTBEAT_S, self._heartbeat, worker)
+
+    def _replicate(self, asked: str, prompts: Sequence[Sequence[BlockHash]]) -> None:
+        """Let hot prefixes come to other workers, as the manager's sessions do."""
+        for each in sorted(self._manager.note_prompts(asked, prompts)):
+            self._workers[each].order_ahead()
 
     def _later(self, call: Callable[[], None]) -> None:
         """Call something after the time of a message."""

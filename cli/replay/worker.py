@@ -23,7 +23,7 @@ from common.contracts.lease import (
     Report,
     TierCopy,
 )
-from common.contracts.types import Decision, SamplingParams, SequenceId
+from common.contracts.types import BlockHash, Decision, SamplingParams, SequenceId
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineRequest, OutputSink
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
@@ -35,6 +35,7 @@ from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from router.placement.worker_model import Load
 
 SIMULATED: Final = parse_costs(DEFAULT_COSTS)
+_PART_PAUSE_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Takes what comes out of a worker: outputs, changes of the prefix index, decisions of the KV manager."""
+    """Takes what comes out of a worker: outputs, changes of the prefix index, prompts, decisions of the KV manager."""
 
     outputs: OutputSink
     index: Callable[[Sequence[IndexEvent]], None]
+    prompts: Callable[[Sequence[Sequence[BlockHash]]], None]
+    """Those that the worker has got, where hot prefixes are replicated."""
     decisions: Callable[[Sequence[Decision]], None]
 
 
@@ -102,7 +105,8 @@ class ReplayWorker:
         self._events: deque[LeaseEvent] = deque([Connected()])
         self._registration: WorkerRegistration | None = None
         self._turning = False
-        self._moves = False
+        self._moves = self._looks_ahead = False
+        self._session = 0
         self._runner = _Runner(timing.costs, clock, self._step_ends)
         self.worker_id, self.reports = attach.worker_id, 0
         self._engine = Engine(lambda: LeaseAgent(config), lambda: attach, self._runner, self, listener.outputs, clock)
@@ -190,7 +194,7 @@ class ReplayWorker:
     def _on_attach(self, attach: Attach, inventory: Inventory) -> None:
         registration = self._manager.attach(attach)
         assert not isinstance(registration, AttachRejected), registration.reason
-        self._registration = registration
+        self._registration, self._session = registration, attach.session
         self._answer(Attached(attach.session, self._manager.complete(registration, inventory)))
         self._grant(attach.session)
 
@@ -199,6 +203,26 @@ class ReplayWorker:
         self.reports += 1
         self._registration.ledger.apply_report(report)
         self._grant(session)
+        if report.reserve and self._manager.hot is not None:
+            self._listener.prompts([each.block_hashes for each in report.reserve])
+
+    @property
+    def replicated(self) -> int:
+        """Blocks that came ahead of need."""
+        ledger = self._registration.ledger if self._registration is not None else None
+        return sum(ledger.state.totals.ahead_loads.values()) if ledger is not None else 0
+
+    def order_ahead(self) -> None:
+        """Order what is to come to this worker although nobody waits for it, each part when it is its turn."""
+        assert self._registration is not None
+        self._grant(self._session)
+        if self._registration.ledger.state.ahead.wishes and not self._looks_ahead:
+            self._looks_ahead = True
+            self._loop.call_later(_PART_PAUSE_S, self._look_ahead)
+
+    def _look_ahead(self) -> None:
+        self._looks_ahead = False
+        self.order_ahead()
 
     def _grant(self, session: int) -> None:
         assert self._registration is not None

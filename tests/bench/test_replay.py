@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from bench.lib.trace_moves import zipf_load
 from bench.replay import main
 from tests.support.bench_process import run_benchmark
 
@@ -67,3 +69,16 @@ def test_wrong_flags_of_a_trace_are_refused(
         main(["--trace", "nowhere.jsonl", *flags])
     assert ended.value.code == 2
     assert what in capsys.readouterr().err
+
+
+def test_a_made_up_load_of_shared_prefixes_is_replayed_with_copies_and_without() -> None:
+    """The load is one of a seed, its first prefix is the most frequent one, and blocks come ahead of need."""
+    load = zipf_load(400, 10.0, seed=3)
+    assert load == zipf_load(400, 10.0, seed=3) != zipf_load(400, 10.0, seed=4)
+    counts = Counter(each.blocks for each in load.arrivals)
+    assert counts[0, 1, 2, 3] == max(counts.values()) > 400 / 8
+    words = ("--zipf", "120", "--trace-workers", "4", "--pools", "250", "--rates", "11", "--links", "token=16KiB")
+    figures, _ = run_benchmark("replay", *words)
+    assert figures["replicated_250_4w_11"] > 0
+    assert figures["goodput_ratio_250_4w_11"] > 0
+    assert 0 < figures["hits_with_250_4w_11"] < 1

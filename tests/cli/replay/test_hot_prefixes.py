@@ -57,3 +57,14 @@ def test_a_prefix_leaves_its_busy_holder_where_a_fetch_is_priced() -> None:
     assert fetches.worker != found["cost"][0].worker
     assert fetches.peer_tokens == 1024
     assert (fetches.first_token_s or 0.0) < 0.5 * (waits.first_token_s or 0.0)
+
+
+def test_a_prefix_of_two_workers_comes_to_the_third_where_it_is_replicated() -> None:
+    """Two requests for one prefix run at two workers; the third one has it before a request asks for it there."""
+    asked = (Arrival(0.0, 1088, 4, HOT), Arrival(5.0, 1088, 200, HOT), Arrival(6.0, 1088, 200, HOT))
+    three = replace(SUITE, workers=3, max_num_seqs=1)
+    found = {on: replay(Trace(asked, 16), replace(three, manager=replace(three.manager, replicate=on)))
+             for on in (False, True)}  # fmt: skip
+    assert {on: each.replicated for on, each in found.items()} == {False: 0, True: 64}
+    assert found[True].decisions["prefetch"] == 2, "what was asked for, and what came"
+    assert "prefetch" not in found[False].decisions
