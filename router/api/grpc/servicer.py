@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from common.contracts.limits import MAX_REPLY_BYTES
-from common.rpc.call_notes import NOTES
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -26,11 +25,10 @@ from router.api.grpc.codec import (
     model_to_proto,
 )
 from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
-from router.api.shared.call_context import Calls, Context
+from router.api.shared.call_context import Calls, Context, note_id
 from router.api.shared.embedding import Embedder
 from router.contracts.ports import CallContext, Frontend, ModelCard, RequestValidator, Resumed, Resumer, TextCodec
 from router.observe.siblings import Siblings
-from router.requests.request_ids import is_own_choice
 
 _NUMBER_BYTES: Final = 4
 # What GetStatus leaves out for callers who are not operators, and where each has a key: of the answer, and of a worker.
@@ -107,7 +105,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def _asked(self, request: pb.GenerateRequest, call: CallContext) -> Resumed:
         """Return a new request, or one that another router began."""
-        _note_id(request.request_id)
+        note_id(request.request_id)
         if request.WhichOneof("input") == "resume":
             return await self._routers.resumer.resumed(request, call)
         return Resumed(await self._validator.validate(request, call), self._frontend.generate)
@@ -130,7 +128,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embed every input, or none of them."""
         call = self._calls.context(context)
-        _note_id(request.request_id)
+        note_id(request.request_id)
         asked = await self._embedder.validated(request, call, _NUMBER_BYTES, MAX_REPLY_BYTES)
         place = self._room.place(MAX_REPLY_BYTES)
         try:
@@ -210,12 +208,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         loads = self._status.loads(request.worker_id)
         await self._routers.add_to(loads)
         return loads
-
-
-def _note_id(chosen: str) -> None:
-    """Let a call go by the id that its message gives, if it may have that."""
-    if is_own_choice(chosen) and (notes := NOTES.get()) is not None:
-        notes.chosen_id = chosen
 
 
 def _clear(message: Message, names: Iterable[str]) -> None:

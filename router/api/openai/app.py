@@ -23,7 +23,6 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.answers.requested_tools import NOTE_HEADER
 from router.api.http.event_stream import EventStream
 from router.api.openai import errors, schema
-from router.api.openai.allowed_tokens import check_allowed, forbid_other_ends
 from router.api.openai.answer import Answer, Form, Json
 from router.api.openai.authentication import Authenticated, OwnNames
 from router.api.openai.batches.routes import batch_routes
@@ -61,6 +60,7 @@ from router.api.openai.streamed_answer import (
 from router.api.openai.tokens import token_routes
 from router.api.openai.types import ChatBatchRequest, ChatOptions, ChatRequest, CompletionRequest, GenerationFields
 from router.api.shared.answer_size import AnswerPlace, check_least_size
+from router.api.shared.constraints import check_allowed, forbid_other_ends
 from router.api.shared.metering import Meter
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext

@@ -14,8 +14,6 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.answers.constraints.closing import close
 from router.answers.reading import AskedConstraint, Reading
-from router.api.openai import allowed_tokens
-from router.api.openai.allowed_tokens import FIELD
 from router.api.openai.chat_prompt import chat_prompt, media_in
 from router.api.openai.errors import UnsupportedField
 from router.api.openai.requested_tools import AskedTools, asked_tools
@@ -29,9 +27,8 @@ from router.api.openai.types import (
     ResponseFormat,
     truncation_side_of,
 )
+from router.api.shared.constraints import ANY_OBJECT, FIELD, allowed_tokens, choice_of
 from router.contracts.media import note_of
-
-_ANY_OBJECT = '{"type": "object"}'
 
 
 # Reads the constraint of a body: OpenAI's `response_format`, and vLLM's names for the same.
@@ -39,7 +36,7 @@ def constraint_of(body: GenerationFields) -> AskedConstraint | None:
     """Return the one constraint of a body. Raises InvalidRequest for a malformed one, or two that contradict."""
     asked = [*_of_response_format(body.response_format), *_of_structured_outputs(body), *_of_guided(body)]
     if body.allowed_token_ids is not None:
-        asked.append(AskedConstraint(allowed_tokens.FIELD, allowed_tokens.allowed_tokens(body.allowed_token_ids)))
+        asked.append(AskedConstraint(FIELD, allowed_tokens(body.allowed_token_ids)))
     for other in asked[1:]:
         if other.constraint != asked[0].constraint:
             names = (asked[0].field, other.field)
@@ -54,7 +51,7 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[AskedConstrain
         return
     if given.type == "json_object":
         schema = given.schema_
-        yield _json("response_format", _ANY_OBJECT) if schema is None else _json("response_format.schema", schema)
+        yield _json("response_format", ANY_OBJECT.text) if schema is None else _json("response_format.schema", schema)
     elif given.type != "json_schema":
         what = f"is {given.type!r}; expected text, json_object or json_schema"
         raise InvalidRequest(FieldViolation("response_format.type", what))
@@ -73,7 +70,7 @@ def _of_structured_outputs(body: GenerationFields) -> Iterator[AskedConstraint]:
         return
     found = [*_each("structured_outputs.", given.json_, given.regex, given.grammar, given.choice)]
     if given.json_object:
-        found.append(_json("structured_outputs.json_object", _ANY_OBJECT))
+        found.append(_json("structured_outputs.json_object", ANY_OBJECT.text))
     if not found:
         what = "has none of json, regex, grammar, choice and json_object; expected one of them"
         raise InvalidRequest(FieldViolation("structured_outputs", what))
@@ -100,21 +97,12 @@ def _each(
     if grammar is not None:
         yield AskedConstraint(f"{prefix}grammar", Constraint(ConstraintKind.GRAMMAR, grammar))
     if choice is not None:
-        yield _choice(f"{prefix}choice", choice)
+        yield AskedConstraint(f"{prefix}choice", choice_of(choice, f"{prefix}choice"))
 
 
 def _json(field: str, schema: dict[str, Any] | bool | str) -> AskedConstraint:
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return AskedConstraint(field, Constraint(ConstraintKind.JSON_SCHEMA, text))
-
-
-def _choice(field: str, choice: list[str]) -> AskedConstraint:
-    if not choice:
-        raise InvalidRequest(FieldViolation(field, "is empty; expected at least one text"))
-    # Lark writes strings as JSON does. As one terminal, the texts make states of a lexer; as alternatives of a rule,
-    # each would be an item of the parser, and 2,000 are too many.
-    texts = " | ".join(map(json.dumps, choice))
-    return AskedConstraint(field, Constraint(ConstraintKind.GRAMMAR, f"start: CHOICE\nCHOICE: {texts}"))
 
 
 # Fields whose name is the same here and there.

@@ -15,6 +15,7 @@ from common.telemetry import traceparent_of
 from router.answers.text.encoder import works_for
 from router.api.shared.metering import UNLIMITED, Meter
 from router.contracts.ports import Authenticator, CallContext
+from router.requests.request_ids import is_own_choice
 from router.tenants.tenancy import Caller
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -60,6 +61,12 @@ def host_of(peer: str) -> str:
     """Return the address in gRPC's name of a peer, without its port: ipv4:127.0.0.1:5000 -> 127.0.0.1."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme
+
+
+def note_id(chosen: str) -> None:
+    """Let a call go by the id that its message gives, if it may have that."""
+    if is_own_choice(chosen) and (notes := NOTES.get()) is not None:
+        notes.chosen_id = chosen
 
 
 def metadata_of(context: Context, key: str) -> str:

@@ -1,10 +1,12 @@
-"""`allowed_token_ids`: the output consists of these tokens, as a grammar of them.
+"""Constraints that clients give in other forms: any JSON object, a choice of texts, `allowed_token_ids`.
 
-A grammar also lets an output end. A token that ends the text must be allowed by name, so others are made unlikely.
+The output of `allowed_token_ids` consists of these tokens, as a grammar of them has it. A grammar also lets an output
+end. A token that ends the text must be allowed by name, so others are made unlikely.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
@@ -13,8 +15,19 @@ from common.contracts.types import Constraint, ConstraintKind
 from quire.types.v1 import types_pb2
 
 FIELD: Final = "allowed_token_ids"
+ANY_OBJECT: Final = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}')
 # The lowest logit bias that requests may have: e^-100 of a probability.
 _NEVER: Final = -100.0
+
+
+def choice_of(texts: Sequence[str], field: str) -> Constraint:
+    """Return the constraint to one of these texts. Raises InvalidRequest that names the field without texts."""
+    if not texts:
+        raise InvalidRequest(FieldViolation(field, "is empty; expected at least one text"))
+    # Lark writes strings as JSON does. As one terminal, the texts make states of a lexer; as alternatives of a rule,
+    # each would be an item of the parser, and 2,000 are too many.
+    quoted = " | ".join(map(json.dumps, texts))
+    return Constraint(ConstraintKind.GRAMMAR, f"start: CHOICE\nCHOICE: {quoted}")
 
 
 def allowed_tokens(ids: Sequence[int]) -> Constraint:
