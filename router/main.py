@@ -42,6 +42,8 @@ from common.telemetry.server_spans import server_spans
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
+from quire.vllm.v1 import control_pb2_grpc, engine_pb2_grpc
+from quire.vllm.v1 import inference_pb2_grpc as vllm_inference_pb2_grpc
 from router.answers.constraints.checker import ConstraintChecker
 from router.answers.reading import AnswerReader
 from router.answers.text.checkpoint import read_checkpoint
@@ -67,6 +69,10 @@ from router.api.page.parts import Sampler, history_of, site_of
 from router.api.page.site import PREFIX
 from router.api.shared.call_context import Calls
 from router.api.shared.metering import Meter, MeteredValidator
+from router.api.vllm.control_servicer import CONTROL, ControlServicer
+from router.api.vllm.engine_servicer import ENGINE, EngineServicer
+from router.api.vllm.inference_servicer import INFERENCE as VLLM_INFERENCE
+from router.api.vllm.inference_servicer import InferenceServicer as VllmInferenceServicer
 from router.config import RouterSettings
 from router.contracts.ports import PrefixIndex
 from router.contracts.refusals import wrong_request_record
@@ -135,7 +141,7 @@ class RouterProcess:
         self._http: HttpServer | None = None
         self._batching: asyncio.Task[None] | None = None
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
-        self._new_id = _ids(name)
+        self._name, self._new_id = name, _ids(name)
         self._load_text()
         self._keep_records(name)
         self._find_workers(RouterIdentity(name, incarnation))
@@ -261,11 +267,11 @@ class RouterProcess:
         self._refused.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
 
     def _serve_grpc(self) -> None:
-        """Build the public port: Quire's API, KServe's and the decisions of a caller's own requests."""
+        """Build the public port: Quire's API, those of KServe and vLLM, and decisions of a caller's own requests."""
         settings, clock, tracer = self.settings, self._clock, self._telemetry.tracer
         self._public_tls = PublicCertificate.of(settings.public_tls_cert, settings.public_tls_key)
         self._server = RpcServer(
-            [INFERENCE, DECISIONS, KSERVE_SERVICE],
+            [INFERENCE, DECISIONS, KSERVE_SERVICE, VLLM_INFERENCE, CONTROL, ENGINE],
             [RefusedCalls(self._refusals), server_spans(tracer, _UNTRACED)],
             self._shares,
             replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
@@ -281,6 +287,7 @@ class RouterProcess:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, self._calls)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
+        self._add_vllm(files)
         explanations = Explanations(
             Explainer(self._dispatcher, self._admission, self.frontend, clock), self._validator, clock
         )
@@ -289,6 +296,16 @@ class RouterProcess:
         )
         public = PublicDecisionServicer(self._decisions, self._calls)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
+
+    def _add_vllm(self, files: TokenizerFiles) -> None:
+        """Add the services that gateways call vLLM by."""
+        server, frontend, metered = self._server.server, self.frontend, self._metered
+        generation = VllmInferenceServicer(frontend, metered, self._card, self._calls)
+        vllm_inference_pb2_grpc.add_InferenceServicer_to_server(generation, server)
+        control = ControlServicer(self.status, self._routers, self._calls, self._name, lambda: self._admin.address)
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        engine = EngineServicer(frontend, metered, self.status, self._routers, self._calls, files, self._why_not_ready)
+        engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
 
     def _serve_operators(self) -> None:
         """Build the admin plane: its gRPC and HTTP ports, the page, and what watches the router."""

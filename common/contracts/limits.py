@@ -66,6 +66,8 @@ MAX_THOUGHT_END_CHARS: Final = 256
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY_CHARS: Final = 64
 MAX_METADATA_CHARS: Final = 512
+# Ids of requests that one call of a gateway ends; each is looked for at all routers of the port.
+MAX_ABORTED_IDS: Final = 128
 # Characters of a request id.
 MAX_REQUEST_ID_CHARS: Final = 128
 # Characters of a tenant's name, which the file of tenants declares.

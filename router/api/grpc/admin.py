@@ -71,8 +71,12 @@ class AdminPlane:
         await self.rpc.start(host, settings.used_admin_port, settings.own_port, "--admin-port")
         await self.http.start(host, settings.used_admin_http_port, "--admin-http-port")
         alone = f", alone on {joined_address(host, self.rpc.own_port)}" if settings.own_port is not None else ""
-        grpc, http = joined_address(host, self.rpc.port), joined_address(host, self.http.port)
-        return f"admin on {grpc}, metrics on {http}{alone}"
+        return f"admin on {self.address}, metrics on {joined_address(host, self.http.port)}{alone}"
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the gRPC port, once it listens."""
+        return joined_address(self._settings.admin_host, self.rpc.port)
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(self.rpc.stop(grace), self.http.stop())

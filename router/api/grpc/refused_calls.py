@@ -26,7 +26,8 @@ from router.contracts.ports import RefusalWatch
 from router.contracts.refusals import FAULTS, Refusal, fault_of, fault_words
 from router.requests.request_ids import automatic_id, correlation_id, recorded_id
 
-_KSERVE: Final = "inference."
+# Names of APIs by the package of a method.
+_APIS: Final[Mapping[str, str]] = {"inference.": "kserve", "vllm.": "vllm"}
 # Of callers that ask whether the service is well: their calls are counted alone.
 _PROBES: Final = "grpc.health."
 # The method of calls to a name that no method has: what a client calls must not become a label.
@@ -40,7 +41,7 @@ _FAULT_OF_CODE: Final[Mapping[grpc.StatusCode, str]] = {
 
 
 def _api_of(method: str) -> str:
-    return "kserve" if method.startswith(_KSERVE) else "grpc"
+    return next((api for package, api in _APIS.items() if method.startswith(package)), "grpc")
 
 
 class _UnknownMethodError(Unsupported):

@@ -1,0 +1,81 @@
+"""vLLM's own `Inference` service: translates calls to the router's ports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from common.contracts.errors import ModelNotFound
+from common.contracts.limits import MAX_REPLY_BYTES
+from quire.vllm.v1 import inference_pb2 as pb
+from quire.vllm.v1 import inference_pb2_grpc as rpc
+from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
+from router.api.shared.call_context import Calls, Context, note_id
+from router.api.shared.field_names import in_words_by
+from router.api.vllm.fields import Asked, check_rank
+from router.api.vllm.inference_codec import LEAST_ENTRY_BYTES, Answer, merged, read
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import Frontend, ModelCard, RequestValidator
+from router.requests.request_ids import correlation_id, recorded_id
+
+INFERENCE: Final = "vllm.Inference"
+
+
+class InferenceServicer(rpc.InferenceServicer):
+    """Answers gateways. Errors are mapped by the server's interceptor; a cancelled call closes its events."""
+
+    def __init__(self, frontend: Frontend, validator: RequestValidator, card: ModelCard, calls: Calls) -> None:
+        self._frontend, self._validator, self._card, self._calls = frontend, validator, card, calls
+        self._room = AnswerRoom()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """Answer a request for one sequence as a whole."""
+        asked, validated = await self._validated(request, context, streaming=False)
+        with in_words_by(asked.named):
+            token = int(request.response.output_token_ids)
+            check_least_size([validated], token, LEAST_ENTRY_BYTES, MAX_REPLY_BYTES)
+            responses = [each async for each in self._responses(request, replace(validated, whole=True))]
+            return checked_reply(merged(responses))
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield the facts of the prompt, then what the sequences put out, and the end of each."""
+        asked, validated = await self._validated(request, context, streaming=True)
+        with in_words_by(asked.named):
+            async for response in self._responses(request, validated):
+                yield checked_reply(response)
+
+    async def _validated(
+        self, request: pb.GenerateRequest, context: Context, streaming: bool
+    ) -> tuple[Asked, ValidatedRequest]:
+        call = self._calls.context(context)
+        note_id(request.request_id)
+        check_rank(context)
+        if request.model and request.model not in self._card.names:
+            what = f"model {request.model!r} is not served here; {self._card.name!r} is"
+            raise ModelNotFound(what, request.model)
+        if request.session_id:
+            call = replace(call, correlation_id=recorded_id(correlation_id(request.session_id)))
+        asked = read(request, self._card, streaming)
+        return asked, await asked.validated(self._validator, replace(call, model=request.model))
+
+    async def _responses(
+        self, request: pb.GenerateRequest, validated: ValidatedRequest
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        place = self._room.place(MAX_REPLY_BYTES)
+        # What is streamed is not collected, but for the log-probabilities of the prompt.
+        answer = Answer(
+            request, validated, place.grow if validated.whole or request.response.prompt_logprobs else _ignore
+        )
+        try:
+            async with aclosing(self._frontend.generate(validated)) as events:
+                async for event in events:
+                    for response in answer.responses(event):
+                        yield response
+        finally:
+            place.leave()
+
+
+def _ignore(size: int) -> None:
+    """Count nothing."""
