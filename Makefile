@@ -137,6 +137,19 @@ $(CLIENTS)/%/.installed: tests/suites/clients/environments/%.txt
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
+# vLLM's own .proto files, out of its sources. pip asks those for their version, which needs torch and builds nothing.
+$(CLIENTS)/vllm/.installed: VLLM_VERSION = $(shell sed -n 's/^vllm==\([^ ]*\).*/\1/p' tests/suites/clients/vllm_sources.txt)
+$(CLIENTS)/vllm/.installed: tests/suites/clients/vllm_sources.txt $(CLIENTS)/smg/.installed | $(STAMP)
+	@echo "downloading the sources of vLLM (47 MB) for their .proto files"
+	@mkdir -p $(@D)
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
+		PYTHONPATH=$$($(CLIENTS)/smg/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		$(PIP) download --quiet --require-hashes --no-deps --no-binary :all: --no-build-isolation -d $(@D) -r $<
+	@tar -xzf $(@D)/vllm-$(VLLM_VERSION).tar.gz -C $(@D) --strip-components 3 \
+		$(addprefix vllm-$(VLLM_VERSION)/rust/proto/,control.proto inference.proto)
+	@rm $(@D)/vllm-*.tar.gz
+	@touch $@
+
 # Their Node is that of an environment: the AI SDK needs a newer one than some systems have. Not `npm ci`: a registry may lack
 # the programs for other systems, of which a lock then says nothing.
 $(CLIENTS)/ai-sdk/.%: $(CLIENTS)/ai-sdk/.installed tests/suites/clients/%/package-lock.json
@@ -199,7 +212,7 @@ durations: $(STAMP) ## Run test and test-rest, and write down how long each file
 test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
 	$(BIN)/python -m tests.support.stress $(TIMES) $(TESTS)
 
-test-clients: $(STAMP) clients go-client $(HEAVY:%=$(CLIENTS)/%/.installed) $(NPM_CLIENTS:%=$(CLIENTS)/ai-sdk/.%) ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
+test-clients: $(STAMP) clients go-client $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vllm/.installed $(NPM_CLIENTS:%=$(CLIENTS)/ai-sdk/.%) ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
 	$(PYTEST) -m "clients or frameworks" tests/suites
 
 # Triton's interpreter and its compiler need a process each.

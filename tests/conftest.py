@@ -122,6 +122,7 @@ _NEEDS = {
         suites/clients/test_ai_sdk.py suites/clients/test_aider.py suites/clients/test_coding_agents.py
         suites/clients/test_instructor.py suites/clients/test_litellm.py suites/clients/test_llama_index.py
         suites/clients/test_llm.py suites/clients/test_lm_eval.py suites/clients/test_open_webui.py
+        suites/clients/test_smg.py
     """,
 }
 # One process runs all tests of a file, for they share what is slow to start or to make; here, those of several files.

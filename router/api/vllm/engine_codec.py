@@ -6,7 +6,6 @@ The gateway makes tokens of texts and texts of tokens by itself, and fills in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
 from common.contracts.errors import EngineFailure, InvalidRequest
@@ -111,22 +110,6 @@ def _read_constraint(reader: Reader, given: pb.SamplingParams) -> dict[str, str]
     return reader.constrain(asked)
 
 
-@dataclass(slots=True)
-class _Sequence:
-    """What a sequence has put out: all of it, or since the last chunk."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: pb.OutputLogProbs = field(default_factory=pb.OutputLogProbs)
-
-    def take(self, event: Tokens) -> None:
-        self.token_ids += event.token_ids
-        for entry in event.logprobs:
-            self.logprobs.token_logprobs.append(entry.logprob)
-            self.logprobs.token_ids.append(entry.token_id)
-            if entry.top:
-                self.logprobs.top_logprobs.append(_top(entry))
-
-
 class Answer:
     """The answers to one request, streamed or not. `grow` is called with the bytes that an event adds at least."""
 
@@ -138,7 +121,8 @@ class Answer:
     ) -> None:
         self._streams, self._prompt, self._grow = request.stream, validated.prompt, grow
         self._stops = frozenset(request.sampling_params.stop_token_ids)
-        self._sequences = [_Sequence() for _ in range(validated.sampling.n)]
+        # The ends of sequences that are not streamed, as they grow.
+        self._ends = [pb.GenerateComplete(index=index) for index in range(validated.sampling.n)]
         self._scored: list[TokenLogprobs] = []
         self._cached = 0
 
@@ -152,11 +136,11 @@ class Answer:
                 self._scored += event.logprobs
             case Tokens():
                 self._grow(len(event.token_ids) + LEAST_ENTRY_BYTES * sum(1 + len(each.top) for each in event.logprobs))
-                if self._streams:
-                    self._sequences[event.index] = _Sequence()
-                self._sequences[event.index].take(event)
                 if self._streams and event.token_ids:
                     yield pb.GenerateResponse(chunk=self._chunk(event))
+                elif not self._streams:
+                    self._ends[event.index].output_ids.extend(event.token_ids)
+                    _add_logprobs(self._ends[event.index], event)
             case Finished(reason=FinishReason.ERROR):
                 raise EngineFailure(event.message or "the worker ended the output with an error; try again")
             case Finished():
@@ -170,29 +154,22 @@ class Answer:
             cached_tokens=self._cached,
             index=event.index,
         )
-        if event.logprobs:
-            chunk.output_logprobs.CopyFrom(self._sequences[event.index].logprobs)
-        if self._scored:
+        _add_logprobs(chunk, event)
+        if self._scored and not event.index:
             chunk.input_logprobs.CopyFrom(self._input())
             self._scored = []
         return chunk
 
     def _complete(self, event: Finished) -> pb.GenerateComplete:
-        """Return the end of a sequence, with all of its output, or if it was streamed with its last chunk once more."""
-        sequence = self._sequences[event.index]
-        complete = pb.GenerateComplete(
-            output_ids=sequence.token_ids,
-            finish_reason=_REASONS.get(event.reason, "abort"),
-            prompt_tokens=len(self._prompt),
-            completion_tokens=len(sequence.token_ids),
-            cached_tokens=event.usage.cached_tokens,
-            index=event.index,
-            spec_accepted_tokens=event.usage.accepted_draft_tokens,
-            spec_draft_tokens=event.usage.drafted_tokens,
-        )
-        if sequence.logprobs.token_ids:
-            complete.output_logprobs.CopyFrom(sequence.logprobs)
-        if self._scored:
+        """Return the end of a sequence, with its output unless that was streamed."""
+        complete = self._ends[event.index]
+        complete.finish_reason = _REASONS.get(event.reason, "abort")
+        complete.prompt_tokens = len(self._prompt)
+        complete.completion_tokens = event.usage.output_tokens
+        complete.cached_tokens = event.usage.cached_tokens
+        complete.spec_accepted_tokens = event.usage.accepted_draft_tokens
+        complete.spec_draft_tokens = event.usage.drafted_tokens
+        if self._scored and not event.index:
             complete.input_logprobs.CopyFrom(self._input())
         if event.stop_string is not None:
             complete.matched_stop_str = event.stop_string
@@ -215,6 +192,14 @@ class Answer:
 
 
 _REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+def _add_logprobs(message: pb.GenerateStreamChunk | pb.GenerateComplete, event: Tokens) -> None:
+    for entry in event.logprobs:
+        message.output_logprobs.token_logprobs.append(entry.logprob)
+        message.output_logprobs.token_ids.append(entry.token_id)
+        if entry.top:
+            message.output_logprobs.top_logprobs.append(_top(entry))
 
 
 def _top(entry: TokenLogprobs) -> pb.TopLogProbs:

@@ -94,6 +94,7 @@ CLIENTS = (
     Client("sentence-transformers", "sentence-transformers", f"{HERE}/embedders.txt", (f"{HERE}/test_embedders.py",)),
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),
+    _of("SMG's gateway", "test_smg.py", "smg", "smg"),
     Client("buf curl", "buf-bin", "constraints.txt", (f"{HERE}/test_buf_curl.py",)),
     Client("grpc-js, and the system's grpc++ and grpc-go", "@grpc/grpc-js", _NODE, (f"{HERE}/test_examples.py",)),
 )

@@ -50,16 +50,16 @@ class Served:
 
 
 @contextmanager
-def served_suite(state_dir: Path) -> Iterator[Served]:
-    """Run a suite of one worker on the demo model until the context ends."""
-    with in_a_thread(lambda: _served(state_dir), 2 * PATIENCE) as served:
+def served_suite(state_dir: Path, workers: int = WORKERS) -> Iterator[Served]:
+    """Run a suite on the demo model until the context ends."""
+    with in_a_thread(lambda: _served(state_dir, workers), 2 * PATIENCE) as served:
         yield served
 
 
 @asynccontextmanager
-async def _served(state_dir: Path) -> AsyncIterator[Served]:
+async def _served(state_dir: Path, workers: int) -> AsyncIterator[Served]:
     flags = ("--kv-blocks", "1024", "--dtype", "float32")
-    options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags)
+    options = StackOptions(model=CHECKPOINT, workers=workers, worker_flags=flags)
     async with running_suite(state_dir, options) as suite:
         model = (await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).model
         yield Served(suite.stack.address, suite.stack.http_url, model, suite, asyncio.get_running_loop())
