@@ -23,6 +23,9 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
+from quire.vllm.v1 import engine_pb2, engine_pb2_grpc
+from quire.vllm.v1 import inference_pb2 as vllm_pb2
+from quire.vllm.v1 import inference_pb2_grpc as vllm_pb2_grpc
 from router.tenants.keys import new_key
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.kserve_messages import infer
@@ -89,6 +92,7 @@ def generate(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(prompt=pb.Prompt(text=LONG), **fields)
 
 
+VLLM, ENGINE = vllm_pb2_grpc.InferenceStub, engine_pb2_grpc.VllmEngineStub
 INFERENCE, KSERVE = inference_pb2_grpc.InferenceServiceStub, kserve_pb2_grpc.GRPCInferenceServiceStub
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 KINDS: dict[str, tuple[str, Asked]] = {
@@ -113,6 +117,11 @@ KINDS: dict[str, tuple[str, Asked]] = {
         called(INFERENCE, "GenerateUnary", pb.GenerateUnaryRequest(request=generate(priority=1000))),
     ),
     "Embed": ("INVALID_ARGUMENT", called(INFERENCE, "Embed", pb.EmbedRequest(inputs=[pb.Prompt(text=LONG)]))),
+    "Generate of vLLM": ("INVALID_ARGUMENT", called(VLLM, "Generate", vllm_pb2.GenerateRequest(text=LONG))),
+    "Generate of an engine of vLLM": (
+        "INVALID_ARGUMENT",
+        called(ENGINE, "Generate", engine_pb2.GenerateRequest(text=LONG), streams=True),
+    ),
     "ModelInfer": ("INVALID_ARGUMENT", called(KSERVE, "ModelInfer", infer("checkpoint", text_input=LONG))),
 }
 LIMITS = {"requests": "requests_per_minute", "tokens": "tokens_per_minute"}

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 import pytest_asyncio
+from google.protobuf.message import Message
 
 from common.contracts.types import FinishReason
 from common.rpc.server import open_channel
@@ -20,6 +22,11 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kserve.v2 import kserve_pb2_grpc as kserve
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
+from quire.vllm.v1 import control_pb2 as vllm_control
+from quire.vllm.v1 import control_pb2_grpc as vllm_control_rpc
+from quire.vllm.v1 import engine_pb2, engine_pb2_grpc
+from quire.vllm.v1 import inference_pb2 as vllm
+from quire.vllm.v1 import inference_pb2_grpc as vllm_rpc
 from tests.router.test_process import DEMO, address_in, router
 from tests.support.processor import slowness
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, running
@@ -226,6 +233,66 @@ async def test_json_in_a_tensor_is_refused_at_little_cost(victim: Victim, entry:
     assert "sampling_parameters" in words
     assert victim.cpu() - cpu < MOST_CPU_S * slowness()
     assert victim.peak_mib() - memory < MOST_GROWTH_MIB
+
+
+SIZE = BUDGETS[1] - 10_000
+FEW, FEW_MORE = vllm.TokenIds(ids=[5]), vllm.TokenIds(ids=[5] * 4)
+ENOUGH = vllm.DecodingParameters
+
+
+def inference(**fields: object) -> tuple[str, Message]:
+    return "Inference", vllm.GenerateRequest(**({"token_ids": FEW} | fields))  # type: ignore[arg-type]
+
+
+def unknown(**fields: object) -> tuple[str, Message]:
+    """A request with a million fields of a later version."""
+    service, request = inference(**fields)
+    request.MergeFromString(b"\xa8\x06\x01" * (SIZE // 3))
+    return service, request
+
+
+def engine(**fields: object) -> tuple[str, Message]:
+    given = {"tokenized": engine_pb2.TokenizedInput(input_ids=[5])} | fields
+    return "VllmEngine", engine_pb2.GenerateRequest(**given)  # type: ignore[arg-type]
+
+
+GATEWAYS: dict[str, Callable[[], tuple[str, Message]]] = {
+    "unknown fields": unknown,
+    "allowed tokens": lambda: inference(decoding=ENOUGH(allowed_token_ids=[5] * SIZE)),
+    "bad words": lambda: inference(decoding=ENOUGH(bad_words_token_ids=[FEW_MORE] * (SIZE // 8))),
+    "biases": lambda: inference(decoding=ENOUGH(logit_bias=dict.fromkeys(range(SIZE // 16), 1.0))),
+    "choices": lambda: inference(decoding=ENOUGH(choice=ENOUGH.StringChoices(choices=["a"] * (SIZE // 3)))),
+    "media": lambda: inference(media=[vllm.MediaItem(uuid="abcd")] * (SIZE // 8)),
+    "prompt": lambda: inference(token_ids=vllm.TokenIds(ids=[5] * SIZE)),
+    "huge ids": lambda: inference(token_ids=vllm.TokenIds(ids=[4_000_000_000] * (SIZE // 5))),
+    "stop tokens": lambda: inference(stopping=vllm.StoppingCriteria(stop_token_ids=[5] * SIZE)),
+    "prompt of an engine": lambda: engine(tokenized=engine_pb2.TokenizedInput(input_ids=[5] * SIZE)),
+    "biases of an engine": lambda: engine(
+        sampling_params=engine_pb2.SamplingParams(logit_bias=dict.fromkeys(range(SIZE // 16), 1.0))
+    ),
+    "media of an engine": lambda: engine(extra_mm_inputs=[engine_pb2.MultimodalInputs()] * (SIZE // 8)),
+    "aborted ids": lambda: ("Control", vllm_control.AbortRequest(request_ids=[""] * (SIZE // 2))),
+}
+
+
+@pytest.mark.parametrize("kind", GATEWAYS)
+async def test_what_a_gateway_may_send_is_refused_at_little_cost(victim: Victim, kind: str) -> None:
+    service, request = GATEWAYS[kind]()
+    methods: dict[str, Callable[[Any], grpc.aio.Call]] = {
+        "Inference": vllm_rpc.InferenceStub(victim.channel).GenerateStream,
+        "VllmEngine": engine_pb2_grpc.VllmEngineStub(victim.channel).Generate,
+        "Control": vllm_control_rpc.ControlStub(victim.channel).Abort,
+    }
+    await refusal(victim.stub.Generate(pb.GenerateRequest(), timeout=PATIENCE_S))
+    victim.reset_peak()
+    cpu, memory = victim.cpu(), victim.peak_mib()
+    code, words = await refusal(methods[service](request))
+    spent, grown = victim.cpu() - cpu, victim.peak_mib() - memory
+    print(f"{kind}: {code.name}, {spent:.2f} s of CPU, +{grown:.0f} MiB: {words[:100]}")  # noqa: T201
+    assert code is grpc.StatusCode.INVALID_ARGUMENT, words
+    assert spent < MOST_CPU_S * slowness()
+    assert grown < MOST_GROWTH_MIB
+    assert victim.worker.submits == []
 
 
 async def test_a_request_that_fills_the_public_limit_breaks_no_stream_of_others() -> None:

@@ -23,11 +23,15 @@ from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2
 from quire.kserve.v2 import kserve_pb2
 from quire.kvmanager.v1 import kvmanager_pb2
+from quire.vllm.v1 import engine_pb2, inference_pb2
 from router.api.kserve.request import read
+from router.api.vllm import engine_codec, inference_codec
+from router.contracts.ports import ModelCard
 from router.observe.trace_codec import from_otlp
 from router.workers import codec as workers_codec
 
 _IDENTITY: Final = PoolIdentity("model", "tokenizer", 4, KvGeometry(1, 1, 1, 1, "float32"))
+_CARD: Final = ModelCard("model", _IDENTITY, 2048, 1000, (5,), has_chat_template=True)
 _LIMITS: Final = SubmitLimits(2048, 1000, _IDENTITY)
 
 
@@ -78,6 +82,10 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     "refused": Decoder(workers_codec.refusal_from_proto, gpuworker_pb2.Refused),
     "step_outputs": Decoder(lambda message: list(workers_codec.events_of(message)), gpuworker_pb2.StepOutputs),
     "kserve": Decoder(lambda message: read(message, streaming=True), kserve_pb2.ModelInferRequest),
+    "vllm": Decoder(
+        lambda message: inference_codec.read(message, _CARD, streaming=True), inference_pb2.GenerateRequest
+    ),
+    "vllm_engine": Decoder(engine_codec.read, engine_pb2.GenerateRequest),
     "otlp": Decoder(
         lambda message: [kept.message() for kept in from_otlp(message)], trace_service_pb2.ExportTraceServiceRequest
     ),

@@ -18,11 +18,13 @@ from quire.gpuworker.v1 import gpuworker_pb2
 from quire.inference.v1 import inference_pb2
 from quire.kserve.v2 import kserve_pb2
 from quire.kvmanager.v1 import kvmanager_pb2
+from quire.vllm.v1 import control_pb2, engine_pb2
+from quire.vllm.v1 import inference_pb2 as vllm_inference_pb2
 from tests.fuzz.harness import ANY, Fuzzed, again_and_again, call_both_ways, call_streaming, call_unary
 from tests.fuzz.messages import encoded, request_class
 
 MODULES = {
-    "router": [inference_pb2, decision_pb2, kserve_pb2],
+    "router": [inference_pb2, decision_pb2, kserve_pb2, vllm_inference_pb2, control_pb2, engine_pb2],
     "admin": [decision_pb2, trace_service_pb2],
     "kvmanager": [kvmanager_pb2],
     "worker": [gpuworker_pb2],

@@ -11,19 +11,24 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.limits import MAX_CONSTRAINT_BYTES
 from common.contracts.types import Constraint, ConstraintKind
 from quire.types.v1 import types_pb2
 
 FIELD: Final = "allowed_token_ids"
 ANY_OBJECT: Final = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}')
+# Each text has quotes and a bar in the grammar, so more of them make one that is too long.
+_MOST_TEXTS: Final = MAX_CONSTRAINT_BYTES // len('"" | ')
 # The lowest logit bias that requests may have: e^-100 of a probability.
 _NEVER: Final = -100.0
 
 
 def choice_of(texts: Sequence[str], field: str) -> Constraint:
-    """Return the constraint to one of these texts. Raises InvalidRequest that names the field without texts."""
+    """Return the constraint to one of these texts. Raises InvalidRequest that names the field: none, or too many."""
     if not texts:
         raise InvalidRequest(FieldViolation(field, "is empty; expected at least one text"))
+    if len(texts) > _MOST_TEXTS:
+        raise InvalidRequest(FieldViolation(field, f"has {len(texts)} texts; expected at most {_MOST_TEXTS}"))
     # Lark writes strings as JSON does. As one terminal, the texts make states of a lexer; as alternatives of a rule,
     # each would be an item of the parser, and 2,000 are too many.
     quoted = " | ".join(map(json.dumps, texts))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -21,31 +21,32 @@ from router.api.shared.constraints import FIELD, allowed_tokens, check_allowed, 
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, ModelCard, RequestValidator
 
-MessageT = TypeVar("MessageT", bound=Message)
 _MOST_INT32: Final = 2**31 - 1
 # Wrong entries that are named one by one.
 _MOST_NAMED: Final = 5
-# Bytes of unknown fields whose numbers are read, one by one.
+# Bytes of a message whose unknown fields are named, and of these fields, whose numbers are read one by one.
+_MOST_NAMED_BYTES: Final = 1 << 20
 _MOST_UNKNOWN_BYTES: Final = 16 << 10
 # Where a gateway says which of a server's replicas is to serve a request.
 RANK_HEADER: Final = "x-data-parallel-rank"
 _ONE_RANK: Final = "expected 0 or nothing: the router chooses among its workers, which are no ranks to a client"
 
 
-def unknown_fields(message: MessageT, spoken: str) -> Sequence[FieldViolation]:
+def unknown_fields(message: Message, spoken: str) -> Sequence[FieldViolation]:
     """Return which fields a message has that its declaration lacks: those of another version of the protocol.
 
-    `spoken` says which version is declared.
+    `spoken` says which version is declared. The message loses these fields.
     """
-    known = type(message)()
-    known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    expected = f"expected those of {spoken}; leave them out"
-    size = message.ByteSize() - known.ByteSize()
+    expected, size = f"expected those of {spoken}; leave them out", message.ByteSize()
+    encoded = message.SerializeToString() if size <= _MOST_NAMED_BYTES else b""
+    message.DiscardUnknownFields()
+    size -= message.ByteSize()
     if not size:
         return ()
-    if size <= _MOST_UNKNOWN_BYTES and (named := [*_unknown_in(message, "request", "", expected)]):
-        return named
+    if encoded and size <= _MOST_UNKNOWN_BYTES:
+        given = type(message).FromString(encoded)
+        if named := [*_unknown_in(given, "request", "", expected)]:
+            return named
     return [FieldViolation("request", f"has {size} bytes of fields that are not known here; {expected}")]
 
 

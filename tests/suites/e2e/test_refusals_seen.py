@@ -25,6 +25,9 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2, kserve_pb2_grpc
 from quire.types.v1 import types_pb2
+from quire.vllm.v1 import control_pb2, control_pb2_grpc, engine_pb2, engine_pb2_grpc
+from quire.vllm.v1 import inference_pb2 as vllm_pb2
+from quire.vllm.v1 import inference_pb2_grpc as vllm_pb2_grpc
 from tests.support.suite import PATIENCE, greedy
 from tests.support.tenants import TenantSuite, tenant_suite
 from tests.support.waiting import until
@@ -54,7 +57,7 @@ Ask = Callable[[TenantSuite, str], Awaitable[Seen]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TenantSuite]:
-    slow = dict.fromkeys(("openai", "responses", "anthropic", "grpc", "kserve"), "requests_per_minute = 1")
+    slow = dict.fromkeys(("openai", "responses", "anthropic", "grpc", "kserve", "vllm"), "requests_per_minute = 1")
     options = {"red": "", "blue": ""} | slow
     async with tenant_suite(tmp_path_factory.mktemp("refused"), options) as running:
         yield running
@@ -121,7 +124,13 @@ def infer(model: str = "checkpoint", **parameters: int) -> kserve_pb2.ModelInfer
     return request
 
 
+def asked(**fields: Any) -> vllm_pb2.GenerateRequest:
+    return vllm_pb2.GenerateRequest(text=SECRET, **fields)
+
+
 CHAT = [{"role": "user", "content": SECRET}]
+VLLM, CONTROL = vllm_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub
+ENGINE = engine_pb2_grpc.VllmEngineStub
 INFERENCE, KSERVE = inference_pb2_grpc.InferenceServiceStub, kserve_pb2_grpc.GRPCInferenceServiceStub
 LONG = "a b c d " * 40_000
 COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -193,6 +202,23 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
     "rate, ModelInfer": (
         "kserve", INFER, "RESOURCE_EXHAUSTED", "RATE_LIMITED",
         rpc("ModelInfer", KSERVE, infer(max_tokens=1), "kserve")),
+    "wrong field, vLLM": (
+        "vllm", "vllm.Inference/Generate", "INVALID_ARGUMENT", "INVALID_FIELD",
+        rpc("Generate", VLLM, asked(lora_name=SECRET))),
+    "other model, vLLM": (
+        "vllm", "vllm.Inference/Generate", "NOT_FOUND", "MODEL_NOT_FOUND", rpc("Generate", VLLM, asked(model=SECRET))),
+    "not offered, vLLM": (
+        "vllm", "vllm.Control/LoadLora", "UNIMPLEMENTED", "UNSUPPORTED",
+        rpc("LoadLora", CONTROL, control_pb2.LoadLoraRequest(lora_name=SECRET))),
+    "no key, vLLM": (
+        "vllm", "vllm.Control/GetServerInfo", "UNAUTHENTICATED", "UNAUTHENTICATED",
+        rpc("GetServerInfo", CONTROL, control_pb2.GetServerInfoRequest(), "")),
+    "rate, vLLM": (
+        "vllm", "vllm.Inference/Generate", "RESOURCE_EXHAUSTED", "RATE_LIMITED",
+        rpc("Generate", VLLM, asked(stopping=vllm_pb2.StoppingCriteria(max_new_tokens=1)), "vllm")),
+    "wrong field, engine of vLLM": (
+        "vllm", "vllm.grpc.engine.VllmEngine/Generate", "INVALID_ARGUMENT", "INVALID_FIELD",
+        rpc("Generate", ENGINE, engine_pb2.GenerateRequest(text=SECRET, data_parallel_rank=3), streams=True)),
 }  # fmt: skip
 
 
@@ -233,7 +259,7 @@ async def test_a_refused_request_is_counted_logged_recorded_and_has_its_id(tenan
         assert kind.startswith("rate")
     assert seen.shown_id == client_id
     assert OWN_ID.fullmatch(seen.own_id)
-    if api in ("grpc", "kserve"):
+    if api in ("grpc", "kserve", "vllm"):
         assert seen.reason == reason
         assert bool(seen.pushback) == (reason == "RATE_LIMITED")
     await until(lambda: counted(tenants, *labels), lambda now: now == before + 1)

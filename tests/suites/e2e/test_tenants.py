@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
@@ -18,6 +19,9 @@ from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kserve.v2 import kserve_pb2, kserve_pb2_grpc
+from quire.vllm.v1 import control_pb2, control_pb2_grpc, engine_common_pb2, engine_pb2, engine_pb2_grpc
+from quire.vllm.v1 import inference_pb2 as vllm_pb2
+from quire.vllm.v1 import inference_pb2_grpc as vllm_pb2_grpc
 from tests.support.lost_status import refusal_of
 from tests.support.spans import called
 from tests.support.suite import PATIENCE, greedy
@@ -61,10 +65,19 @@ async def first_of(call: Any) -> Any:
     return await call.read()
 
 
+async def rest_of(call: Any) -> None:
+    """Read a stream to its end."""
+    while await call.read() is not aio.EOF:
+        pass
+
+
 async def test_without_a_key_no_method_that_works_for_clients_answers(tenants: TenantSuite) -> None:
     stub, request = tenants.suite.inference, greedy(PROMPT, 1)
     kserve = kserve_pb2_grpc.GRPCInferenceServiceStub(tenants.suite.channel)
     decisions = decision_pb2_grpc.DecisionServiceStub(tenants.suite.channel)
+    generation = vllm_pb2_grpc.InferenceStub(tenants.suite.channel)
+    control = control_pb2_grpc.ControlStub(tenants.suite.channel)
+    engine = engine_pb2_grpc.VllmEngineStub(tenants.suite.channel)
     calls = [
         first_of(stub.Generate(request)),
         stub.GenerateUnary(pb.GenerateUnaryRequest(request=request)),
@@ -82,6 +95,23 @@ async def test_without_a_key_no_method_that_works_for_clients_answers(tenants: T
         kserve.ModelInfer(kserve_pb2.ModelInferRequest(model_name="checkpoint")),
         kserve.ModelMetadata(kserve_pb2.ModelMetadataRequest(name="checkpoint")),
         kserve.ModelConfig(kserve_pb2.ModelConfigRequest(name="checkpoint")),
+        generation.Generate(vllm_pb2.GenerateRequest(text="a")),
+        first_of(generation.GenerateStream(vllm_pb2.GenerateRequest(text="a"))),
+        *[
+            getattr(control, each.name)(getattr(control_pb2, each.input_type.name)())
+            for each in control_pb2.DESCRIPTOR.services_by_name["Control"].methods
+        ],
+        first_of(engine.Generate(engine_pb2.GenerateRequest(text="a"))),
+        engine.Embed(engine_pb2.EmbedRequest()),
+        engine.Abort(engine_pb2.AbortRequest()),
+        engine.GetModelInfo(engine_pb2.GetModelInfoRequest()),
+        engine.GetServerInfo(engine_pb2.GetServerInfoRequest()),
+        engine.GetLoads(engine_pb2.GetLoadsRequest()),
+        first_of(engine.GetTokenizer(engine_common_pb2.GetTokenizerRequest())),
+        engine.FlushCache(engine_common_pb2.FlushCacheRequest()),
+        engine.StartProfile(engine_common_pb2.StartProfileRequest()),
+        engine.StopProfile(engine_common_pb2.StopProfileRequest()),
+        first_of(engine.SubscribeKvEvents(engine_common_pb2.SubscribeKvEventsRequest())),
     ]
     inferred = kserve_pb2.ModelInferRequest(model_name="checkpoint")
     streamed = await refusal_of(lambda: first_of(kserve.ModelStreamInfer(iter([inferred]))))
@@ -124,11 +154,61 @@ async def test_reflection_needs_a_key(tenants: TenantSuite, version: str) -> Non
     assert "quire.inference.v1.InferenceService" in {each.name for each in listed.list_services_response.service}
 
 
+async def test_a_gateway_ends_requests_of_its_own_tenant_alone(tenants: TenantSuite) -> None:
+    """Two tenants use one id; the abort of a third one ends neither, and that of each ends its own."""
+    generation = vllm_pb2_grpc.InferenceStub(tenants.suite.channel)
+    control = control_pb2_grpc.ControlStub(tenants.suite.channel)
+    engine = engine_pb2_grpc.VllmEngineStub(tenants.suite.channel)
+    stopping = vllm_pb2.StoppingCriteria(max_new_tokens=LONG, ignore_eos=True)
+    request = vllm_pb2.GenerateRequest(request_id="one-id", token_ids=vllm_pb2.TokenIds(ids=PROMPT), stopping=stopping)
+    running = {
+        each: generation.GenerateStream(request, timeout=PATIENCE, metadata=tenants.metadata(each))
+        for each in ("red", "blue")
+    }
+    for call in running.values():
+        await first_of(call)
+    for tenant, owner in (("short", ""), ("red", "red"), ("blue", "blue")):
+        by, message = (
+            (engine.Abort, engine_pb2.AbortRequest(request_ids=["one-id"]))
+            if tenant == "blue"
+            else (control.Abort, control_pb2.AbortRequest(request_ids=["one-id"]))
+        )
+        await by(message, metadata=tenants.metadata(tenant))
+        if owner:
+            with pytest.raises(aio.AioRpcError) as ended:
+                await rest_of(running.pop(owner))
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+        assert not any(call.done() for call in running.values())
+
+
+async def test_a_salt_of_a_gateway_joins_its_tenants_domain(tenants: TenantSuite) -> None:
+    """Two tenants with one salt share nothing; one tenant's two salts share nothing; no prefix cache, no hit."""
+    (prompt,) = random_prompts(1, 64, seed=9)
+    generation = vllm_pb2_grpc.InferenceStub(tenants.suite.channel)
+
+    async def cached(tenant: str, salt: str, bypass: bool = False) -> int:
+        request = vllm_pb2.GenerateRequest(
+            token_ids=vllm_pb2.TokenIds(ids=prompt),
+            stopping=vllm_pb2.StoppingCriteria(max_new_tokens=1),
+            kv=vllm_pb2.KVCacheParameters(cache_salt=salt, bypass_prefix_cache=bypass),
+        )
+        answer = await generation.Generate(request, timeout=PATIENCE, metadata=tenants.metadata(tenant))
+        return answer.outputs.finish_info.num_cached_tokens
+
+    assert await cached("red", "pepper") == 0
+    assert await cached("red", "pepper") > 0
+    assert await cached("blue", "pepper") == 0
+    assert await cached("red", "salt") == 0
+    assert await cached("red", "pepper", bypass=True) == 0
+
+
 async def test_health_needs_no_key(tenants: TenantSuite) -> None:
     kserve = kserve_pb2_grpc.GRPCInferenceServiceStub(tenants.suite.channel)
     assert (await kserve.ServerLive(kserve_pb2.ServerLiveRequest())).live
     assert (await kserve.ServerReady(kserve_pb2.ServerReadyRequest())).ready
     assert (await kserve.ModelReady(kserve_pb2.ModelReadyRequest(name="checkpoint"))).ready
+    engine = engine_pb2_grpc.VllmEngineStub(tenants.suite.channel)
+    assert (await engine.HealthCheck(engine_pb2.HealthCheckRequest())).healthy
 
 
 async def seen(tenants: TenantSuite, tenant: str, request_id: str, tokens: int) -> None:
