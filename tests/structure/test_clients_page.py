@@ -7,7 +7,7 @@ import pytest
 from tests.suites.clients import page
 
 # They call Quire by its own client, or by generated stubs.
-OWN = {"test_python_client.py", "test_kserve_streams.py"}
+OWN = {"test_python_client.py", "test_kserve_streams.py", "test_vllm_stubs.py"}
 
 
 def test_the_page_is_that_of_the_tests() -> None:

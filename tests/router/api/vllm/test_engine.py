@@ -21,7 +21,7 @@ from tests.support.router.vllm_harness import KEYED, PATIENCE_S, Api, mistakes_i
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-IDS = {"tokenized": pb.TokenizedInput(input_ids=[1, 2, 3])}
+IDS: dict[str, Any] = {"tokenized": pb.TokenizedInput(input_ids=[1, 2, 3])}
 
 
 async def answers(api: Api, **fields: Any) -> list[pb.GenerateResponse]:
@@ -57,7 +57,7 @@ async def test_a_stream_has_chunks_and_ends_without_output(api: Api) -> None:
     found = await answers(
         api, **IDS, stream=True, sampling_params=pb.SamplingParams(n=2, stop_token_ids=[9], max_tokens=4)
     )
-    common_fields = {"prompt_tokens": 3, "cached_tokens": 2, "index": 1}
+    common_fields: dict[str, Any] = {"prompt_tokens": 3, "cached_tokens": 2, "index": 1}
     assert found == [
         pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[5, 6], completion_tokens=2, **common_fields)),
         pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[9], completion_tokens=1, **common_fields)),

@@ -17,7 +17,7 @@ from tests.support.router.vllm_harness import PATIENCE_S, Api, mistakes_in, refu
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-IDS = {"token_ids": pb.TokenIds(ids=[1, 2, 3])}
+IDS: dict[str, Any] = {"token_ids": pb.TokenIds(ids=[1, 2, 3])}
 
 
 async def whole(api: Api, **fields: Any) -> pb.GenerateResponse:
