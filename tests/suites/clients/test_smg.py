@@ -24,7 +24,7 @@ from tests.suites.clients.test_open_inference import fields_of, methods, values
 from tests.support.suite import PATIENCE, greedy
 
 SMG = "smg"
-QUESTION = [{"role": "user", "content": "Tell me a story about Anna."}]
+QUESTION: Any = [{"role": "user", "content": "Tell me a story about Anna."}]
 # The messages of SMG's protocol of which Quire reads and writes no field.
 UNREAD = {
     *("MultimodalInputs", "MediaRefs", "KvTransferParams", "MediaIdentity"),
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_quires_own_api(fleet: Fleet) -> None:
 def test_a_chat_is_that_of_quires_own_api_whole_and_streamed(fleet: Fleet) -> None:
     served = fleet.suites[0]
     direct = openai.OpenAI(base_url=f"{served.http_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-    expected = direct.chat.completions.create(model=served.model, messages=QUESTION, temperature=0, max_tokens=20)  # type: ignore[arg-type]
+    expected = direct.chat.completions.create(model=served.model, messages=QUESTION, temperature=0, max_tokens=20)
     for _ in fleet.suites:
         found = fleet.chat()
         assert found.choices[0].message.content == expected.choices[0].message.content
@@ -165,11 +165,10 @@ def test_several_sequences_stops_and_schemas(fleet: Fleet) -> None:
 
 
 def test_the_second_question_about_a_text_finds_it_cached(fleet: Fleet) -> None:
-    words = [{"role": "user", "content": "Anna walked to the attic. " * 30}]
+    words: Any = [{"role": "user", "content": "Anna walked to the attic. " * 30}]
     client, model = fleet.client, fleet.suites[0].model
     answers = [
-        client.chat.completions.create(model=model, messages=words, temperature=0, max_tokens=4)  # type: ignore[arg-type]
-        for _ in range(4)
+        client.chat.completions.create(model=model, messages=words, temperature=0, max_tokens=4) for _ in range(4)
     ]
     details = [each.usage.prompt_tokens_details for each in answers if each.usage is not None]
     # The suites take turns, so the first two questions are new to theirs.

@@ -168,12 +168,10 @@ async def test_a_gateway_ends_requests_of_its_own_tenant_alone(tenants: TenantSu
     for call in running.values():
         await first_of(call)
     for tenant, owner in (("short", ""), ("red", "red"), ("blue", "blue")):
-        by, message = (
-            (engine.Abort, engine_pb2.AbortRequest(request_ids=["one-id"]))
-            if tenant == "blue"
-            else (control.Abort, control_pb2.AbortRequest(request_ids=["one-id"]))
-        )
-        await by(message, metadata=tenants.metadata(tenant))
+        if tenant == "blue":
+            await engine.Abort(engine_pb2.AbortRequest(request_ids=["one-id"]), metadata=tenants.metadata(tenant))
+        else:
+            await control.Abort(control_pb2.AbortRequest(request_ids=["one-id"]), metadata=tenants.metadata(tenant))
         if owner:
             with pytest.raises(aio.AioRpcError) as ended:
                 await rest_of(running.pop(owner))

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.struct_pb2 import Struct
 
 from common.contracts.errors import DeadlineExceeded
 from common.contracts.types import ConstraintKind, FinishReason, TokenLogprobs, Usage
@@ -250,6 +251,8 @@ async def test_no_constraint_is_no_constraint(api: Api) -> None:
 
 
 async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
+    transfer = Struct()
+    transfer.update({"do_remote_decode": True})
     found = await mistakes(
         api,
         **IDS,
@@ -258,7 +261,7 @@ async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
         kv_hints=pb.KVHintsEnvelope(message_id="1"),
         decoding=pb.DecodingParameters(structural_tag="{}", bad_words_token_ids=[pb.TokenIds(ids=[1, 2])]),
         stopping=pb.StoppingCriteria(thinking_token_budget=5),
-        kv=pb.KVCacheParameters(kv_transfer_params={"do_remote_decode": True}, ec_transfer_params={"a": 1}),
+        kv=pb.KVCacheParameters(kv_transfer_params=transfer, ec_transfer_params=transfer),
         engine_reasoning_gate=pb.EngineReasoningGate(reasoning_ended=False),
     )
     assert sorted(found) == [
@@ -350,7 +353,10 @@ async def test_wrong_values_are_named_as_the_client_calls_them(api: Api) -> None
             "has 1025 entries; expected at most 1024",
         ),
         (
-            {**IDS, "response": pb.ResponseOptions(output_logprobs=True, output_candidates={"all": True})},
+            {
+                **IDS,
+                "response": pb.ResponseOptions(output_logprobs=True, output_candidates=pb.CandidateTokens(all=True)),
+            },
             "response.output_candidates.all",
             "is given, and at most 20 tokens come; give top_n",
         ),
