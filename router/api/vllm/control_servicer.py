@@ -12,7 +12,7 @@ from common.version import quire_version
 from quire.vllm.v1 import control_pb2 as pb
 from quire.vllm.v1 import control_pb2_grpc as rpc
 from router.api.shared.call_context import Calls, Context
-from router.api.vllm.facts import Aborter, StatusSource, Totals, abort_all
+from router.api.vllm.facts import PortRouters, StatusSource, Totals, abort_all
 from router.api.vllm.inference_codec import SCHEMA_VERSION
 
 CONTROL: Final = "vllm.Control"
@@ -38,7 +38,7 @@ class ControlServicer(rpc.ControlServicer):
     """`events_at` returns HOST:PORT of the admin plane, where events of the caches stand."""
 
     def __init__(
-        self, status: StatusSource, routers: Aborter, calls: Calls, name: str, events_at: Callable[[], str]
+        self, status: StatusSource, routers: PortRouters, calls: Calls, name: str, events_at: Callable[[], str]
     ) -> None:
         self._status, self._routers, self._calls = status, routers, calls
         self._name, self._events_at = name, events_at
@@ -46,7 +46,7 @@ class ControlServicer(rpc.ControlServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
         """Return the size of the suite, whose workers are one replica to a client."""
         caller, card = self._calls.caller(context), self._status.model()
-        totals, block_size = Totals.of(self._status.status(), caller), card.identity.block_size
+        totals, block_size = Totals.of(self._status.status(), card, caller), card.identity.block_size
         one = pb.ParallelismInfo(
             tensor_parallel_size=1,
             pipeline_parallel_size=1,

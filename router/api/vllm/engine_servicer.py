@@ -21,7 +21,7 @@ from router.api.shared.call_context import Calls, Context, note_id
 from router.api.shared.embedding import Embedder
 from router.api.shared.field_names import FieldNames, in_words_by
 from router.api.vllm.engine_codec import LEAST_ENTRY_BYTES, LEAST_TOKEN_BYTES, SPOKEN, Answer, read
-from router.api.vllm.facts import Aborter, StatusSource, Totals, abort_all
+from router.api.vllm.facts import PortRouters, StatusSource, Totals, abort_all
 from router.api.vllm.fields import Reader, check_rank, unknown_fields
 from router.api.vllm.tokenizer_archive import archive_of
 from router.contracts.embedding import numbers_of
@@ -41,7 +41,7 @@ class EngineServicer(rpc.VllmEngineServicer):
         frontend: Frontend,
         validator: RequestValidator,
         status: StatusSource,
-        routers: Aborter,
+        routers: PortRouters,
         calls: Calls,
         files: TokenizerFiles,
         why_not_ready: Callable[[], str],
@@ -117,10 +117,9 @@ class EngineServicer(rpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        caller, card = self._calls.caller(context), self._status.model()
-        totals = Totals.of(self._status.status(), caller)
+        totals, card = await self._totals(context), self._status.model()
         return pb.GetServerInfoResponse(
-            active_requests=totals.requests,
+            active_requests=totals.queued + totals.running,
             uptime_seconds=self._calls.clock.monotonic() - self._began,
             server_type="vllm-grpc",
             data_parallel_size=1,
@@ -132,13 +131,12 @@ class EngineServicer(rpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Return the sums over all workers as the load of the only rank."""
-        caller, block_size = self._calls.caller(context), self._status.model().identity.block_size
-        totals = Totals.of(self._status.status(), caller)
+        totals, block_size = await self._totals(context), self._status.model().identity.block_size
         used = totals.blocks - totals.unheld_blocks
         load = pb.SchedulerLoad(
             num_running_reqs=totals.running,
-            num_waiting_reqs=totals.waiting,
-            num_total_reqs=totals.running + totals.waiting,
+            num_waiting_reqs=totals.queued,
+            num_total_reqs=totals.queued + totals.running,
             num_used_tokens=used * block_size,
             max_total_num_tokens=totals.blocks * block_size,
             token_usage=used / totals.blocks if totals.blocks else 0.0,
@@ -146,6 +144,11 @@ class EngineServicer(rpc.VllmEngineServicer):
         )
         now = datetime.fromtimestamp(self._calls.clock.time_ns() / 1e9, UTC).isoformat()
         return pb.GetLoadsResponse(timestamp=now, version=f"quire {quire_version()}", dp_rank_count=1, loads=[load])
+
+    async def _totals(self, context: Context) -> Totals:
+        caller, status = self._calls.caller(context), self._status.status()
+        await self._routers.add_to(status)
+        return Totals.of(status, self._status.model(), caller)
 
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Context

@@ -12,6 +12,7 @@ from common.contracts.limits import MAX_ABORTED_IDS
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2
 from router.contracts.ports import ModelCard
+from router.observe.pool_words import pages_of_block
 from router.tenants.tenancy import Caller
 
 
@@ -20,16 +21,20 @@ class StatusSource(Protocol):
 
     def status(self) -> inference_pb2.GetStatusResponse: ...
 
-    def loads(self, worker_id: str = "") -> inference_pb2.GetLoadsResponse: ...
 
+class PortRouters(Protocol):
+    """The routers of one port, this one among them."""
 
-class Aborter(Protocol):
+    async def add_to(self, answer: inference_pb2.GetStatusResponse) -> None:
+        """Add the requests of the other routers to those of this one."""
+        ...
+
     async def abort(self, request: inference_pb2.AbortRequest) -> inference_pb2.AbortResponse:
         """End requests at all routers of the port. Raises NotFound where none has the id."""
         ...
 
 
-async def abort_all(routers: Aborter, ids: Sequence[str], caller: Caller) -> None:
+async def abort_all(routers: PortRouters, ids: Sequence[str], caller: Caller) -> None:
     """End the requests of these ids that belong to the caller's tenant; an admin tenant ends any.
 
     Those that no longer run are passed over. Raises InvalidRequest for what is no id, before anything ends.
@@ -52,27 +57,24 @@ async def abort_all(routers: Aborter, ids: Sequence[str], caller: Caller) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the workers that serve requests. A caller with a key that is no admin sees 0 for what others do."""
+    """Requests inside the routers, and sums over the workers that serve.
 
-    requests: int
+    Blocks are those of a prompt, of as many pages as the pool's groups of layers take. A caller with a key that is no
+    admin sees 0 for what others do.
+    """
+
+    queued: int
     running: int
-    waiting: int
     blocks: int
     unheld_blocks: int
     sequences: int
 
     @staticmethod
-    def of(status: inference_pb2.GetStatusResponse, caller: Caller) -> Totals:
+    def of(status: inference_pb2.GetStatusResponse, card: ModelCard, caller: Caller) -> Totals:
         workers = [each for each in status.workers if each.state == "connected" and each.disaggregation != "prefill"]
-        blocks = sum(each.num_blocks for each in workers)
-        sequences = sum(each.max_num_seqs for each in workers)
+        pages, sequences = pages_of_block(card.identity.kv_geometry), sum(each.max_num_seqs for each in workers)
+        blocks = sum(each.num_blocks // pages for each in workers)
         if caller.credential and not caller.tenant.admin:
-            return Totals(0, 0, 0, blocks, blocks, sequences)
-        return Totals(
-            requests=status.queued_requests + status.running_requests,
-            running=sum(each.running_sequences for each in workers),
-            waiting=sum(each.waiting_sequences for each in workers),
-            blocks=blocks,
-            unheld_blocks=sum(each.unheld_blocks for each in workers),
-            sequences=sequences,
-        )
+            return Totals(0, 0, blocks, blocks, sequences)
+        unheld = sum(each.unheld_blocks // pages for each in workers)
+        return Totals(status.queued_requests, status.running_requests, blocks, unheld, sequences)

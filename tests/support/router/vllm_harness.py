@@ -57,9 +57,14 @@ class Callers:
 
 @dataclass
 class Aborts:
-    """What was to be ended, as (id, tenant); ids that begin with `gone` run nowhere."""
+    """Two routers. What was to be ended, as (id, tenant); ids that begin with `gone` run nowhere."""
 
     asked: list[tuple[str, str]] = field(default_factory=list)
+
+    async def add_to(self, answer: own.GetStatusResponse) -> None:
+        """Add one request that waits and one that runs at the other router."""
+        answer.queued_requests += 1
+        answer.running_requests += 1
 
     async def abort(self, request: own.AbortRequest) -> own.AbortResponse:
         self.asked.append((request.request_id, request.tenant))
@@ -88,9 +93,6 @@ class Status:
                 _worker("draining", running=1, waiting=1, unheld=9),
             ],
         )
-
-    def loads(self, worker_id: str = "") -> own.GetLoadsResponse:
-        raise AssertionError("nothing asks for these")
 
 
 class Constraints:

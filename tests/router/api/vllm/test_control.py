@@ -8,13 +8,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind, PoolIdentity
 from common.version import quire_version
 from quire.vllm.v1 import control_pb2 as pb
 from quire.vllm.v1 import engine_pb2
 from router.api.vllm.control_servicer import CONTROL
 from router.api.vllm.engine_servicer import ENGINE
+from router.api.vllm.facts import Totals
 from router.api.vllm.inference_servicer import INFERENCE
-from tests.support.router.vllm_harness import ADMIN_PLANE, KEYED, OPERATOR, Api, mistakes_in, refused
+from router.contracts.ports import ModelCard
+from tests.support.router.vllm_harness import ADMIN_PLANE, KEYED, OPERATOR, STRANGER, Api, Status, mistakes_in, refused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,6 +47,14 @@ async def test_facts_of_the_server_are_those_of_all_workers_that_serve(api: Api)
         proto_version="0.6.0",
         effective_attention_block_size=16,
     )
+
+
+async def test_blocks_are_those_of_a_prompt_where_workers_count_pages() -> None:
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 64, 2, (1,)))
+    geometry = KvGeometry(2, 2, 64, 64, "float32", groups=groups)
+    card = ModelCard("demo", PoolIdentity("m", "t", 16, geometry), 4096, 2027, (5,), has_chat_template=True)
+    totals = Totals.of(Status(card).status(), card, STRANGER)
+    assert (totals.blocks, totals.unheld_blocks) == (3 + 3, 2 + 3)
 
 
 async def test_facts_of_the_model(api: Api) -> None:

@@ -303,7 +303,7 @@ async def test_facts_of_the_model(api: Api) -> None:
 async def test_facts_of_the_server_are_those_of_all_workers_that_serve(api: Api) -> None:
     api.clock.now += 7.5
     assert await api.engine.GetServerInfo(pb.GetServerInfoRequest()) == pb.GetServerInfoResponse(
-        active_requests=5,
+        active_requests=7,
         uptime_seconds=7.5,
         server_type="vllm-grpc",
         data_parallel_size=1,
@@ -319,9 +319,9 @@ async def test_the_load_is_that_of_one_rank(api: Api) -> None:
     assert found.dp_rank_count == 1
     assert list(found.loads) == [
         pb.SchedulerLoad(
-            num_running_reqs=5,
-            num_waiting_reqs=1,
-            num_total_reqs=6,
+            num_running_reqs=4,
+            num_waiting_reqs=3,
+            num_total_reqs=7,
             num_used_tokens=80,
             max_total_num_tokens=320,
             token_usage=0.25,
