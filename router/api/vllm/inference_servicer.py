@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -36,15 +36,16 @@ class InferenceServicer(rpc.InferenceServicer):
         with in_words_by(asked.named):
             token = int(request.response.output_token_ids)
             check_least_size([validated], token, LEAST_ENTRY_BYTES, MAX_REPLY_BYTES)
-            responses = [each async for each in self._responses(request, replace(validated, whole=True))]
-            return checked_reply(merged(responses))
+            async with aclosing(self._responses(request, replace(validated, whole=True))) as responses:
+                return checked_reply(merged([each async for each in responses]))
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Yield the facts of the prompt, then what the sequences put out, and the end of each."""
         asked, validated = await self._validated(request, context, streaming=True)
         with in_words_by(asked.named):
-            async for response in self._responses(request, validated):
-                yield checked_reply(response)
+            async with aclosing(self._responses(request, validated)) as responses:
+                async for response in responses:
+                    yield checked_reply(response)
 
     async def _validated(
         self, request: pb.GenerateRequest, context: Context, streaming: bool
@@ -62,7 +63,7 @@ class InferenceServicer(rpc.InferenceServicer):
 
     async def _responses(
         self, request: pb.GenerateRequest, validated: ValidatedRequest
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         place = self._room.place(MAX_REPLY_BYTES)
         # What is streamed is not collected, but for the log-probabilities of the prompt.
         answer = Answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,16 @@ def test_several_sequences_stops_and_schemas(fleet: Fleet) -> None:
     stopped = fleet.chat(stop=["attic"])
     assert stopped.choices[0].finish_reason == "stop"
     assert "attic" not in (stopped.choices[0].message.content or "")
+
+
+def test_a_named_tool_is_called(fleet: Fleet) -> None:
+    """Demo model: tool_choice names the tool."""
+    schema = {"type": "object", "properties": {"town": {"enum": ["Lyon", "Basel"]}}, "required": ["town"]}
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    found = fleet.chat(tools=[tool], tool_choice={"type": "function", "function": {"name": "find"}}, max_tokens=60)
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.name == "find"
+    assert json.loads(call.function.arguments)["town"] in ("Lyon", "Basel")
 
 
 def test_the_second_question_about_a_text_finds_it_cached(fleet: Fleet) -> None:
