@@ -119,6 +119,18 @@ async def test_log_probabilities_of_prompt_and_output(api: Api, stream: bool) ->
     assert (api.served.sampling.logprobs, api.served.sampling.prompt_logprobs) == (1, 1)
 
 
+async def test_log_probabilities_of_the_prompt_come_once_with_the_first_sequence(api: Api) -> None:
+    scored = PromptLogprobs((TokenLogprobs(2, -0.5), TokenLogprobs(3, -2.0)))
+    early, first, second = tokens("a", index=1), tokens("b"), tokens("c")
+    api.frontend.script = lambda request: [admitted(request), scored, early, first, second, finished(2)]
+    params = pb.SamplingParams(n=2, prompt_logprobs=0)
+    found = await answers(api, **IDS, stream=True, sampling_params=params)
+    assert [each.chunk.HasField("input_logprobs") for each in found[:-1]] == [False, True, False]
+    assert [each.value for each in found[1].chunk.input_logprobs.token_logprobs] == [0.0, -0.5, -2.0]
+    assert not found[1].chunk.input_logprobs.top_logprobs
+    assert not found[-1].complete.HasField("input_logprobs")
+
+
 async def test_a_cancelled_stream_closes_its_events(api: Api) -> None:
     api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
     call = api.engine.Generate(pb.GenerateRequest(**IDS, stream=True), timeout=PATIENCE_S)
@@ -344,6 +356,7 @@ async def test_the_tokenizer_comes_as_an_archive_of_its_files(api: Api) -> None:
     assert all(len(each.data) < 1 << 20 for each in chunks)
     archive = zipfile.ZipFile(io.BytesIO(whole))
     assert archive.testzip() is None
+    assert {each.date_time for each in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert sorted(archive.namelist()) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     for name in archive.namelist():
         assert archive.read(name) == (DEMO / name).read_bytes()

@@ -242,6 +242,11 @@ async def test_constraints(api: Api, decoding: dict[str, Any], kind: ConstraintK
     assert (constraint.kind, constraint.text) == (kind, text)
 
 
+async def test_allowed_tokens_let_no_other_token_end_the_output(api: Api) -> None:
+    await streamed(api, **IDS, decoding=pb.DecodingParameters(allowed_token_ids=[7, 8]))
+    assert dict(api.served.sampling.logit_bias) == {5: -100.0}
+
+
 async def test_no_constraint_is_no_constraint(api: Api) -> None:
     await streamed(api, **IDS, decoding=pb.DecodingParameters(json_object=False))
     assert api.served.sampling.constraint is None
@@ -409,6 +414,8 @@ async def test_several_sequences_are_streamed_alone(api: Api) -> None:
     request = pb.GenerateRequest(**IDS, sampling=pb.RandomSampling(num_sequences=2))
     what = "sampling.num_sequences: is 2, and Generate answers with one sequence; call GenerateStream"
     assert await refused(api.inference.Generate(request)) == (grpc.StatusCode.INVALID_ARGUMENT, what)
+    request.sampling.num_sequences = 99  # which no method takes: one mistake is told once
+    assert list(await mistakes_in(api.inference.Generate(request))) == ["sampling.num_sequences"]
 
 
 async def test_another_model_is_not_found_and_the_served_one_is_named(api: Api) -> None:
@@ -427,7 +434,9 @@ async def test_another_rank_is_refused(api: Api) -> None:
 
 async def test_a_whole_answer_that_grows_too_large_is_refused_and_a_stream_of_it_is_not(api: Api) -> None:
     parts = [tokens("x" * (1 << 20)) for _ in range(17)]
-    api.frontend.script = lambda request: [admitted(request), *parts, finished(17)]
-    found = await mistakes_in(api.inference.Generate(pb.GenerateRequest(**IDS)))
+    # What comes after the part that is too much is not waited for.
+    api.frontend.script = lambda request: [admitted(request), *parts, asyncio.Event()]
+    found = await mistakes_in(api.inference.Generate(pb.GenerateRequest(**IDS), timeout=PATIENCE_S))
     assert list(found) == ["stopping.max_new_tokens"]
+    api.frontend.script = lambda request: [admitted(request), *parts, finished(17)]
     assert sum(len(each.outputs.text) for each in await streamed(api, **IDS)) == 17 << 20
