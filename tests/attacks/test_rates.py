@@ -92,6 +92,7 @@ def generate(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(prompt=pb.Prompt(text=LONG), **fields)
 
 
+HUGE = engine_pb2.TokenizedInput(input_ids=[4_000_000_000])
 VLLM, ENGINE = vllm_pb2_grpc.InferenceStub, engine_pb2_grpc.VllmEngineStub
 INFERENCE, KSERVE = inference_pb2_grpc.InferenceServiceStub, kserve_pb2_grpc.GRPCInferenceServiceStub
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -174,16 +175,20 @@ WRONG = {
     "two prompts": posted("/tokenize", prompt="a", messages=CHAT),
     "a large body": posted("/v1/completions", prompt=["a"] * 140_000),
     "unknown ids": posted("/detokenize", tokens=[1 << 30]),
+    "another model of vLLM": called(VLLM, "Generate", vllm_pb2.GenerateRequest(model="other", text="a")),
+    "unknown ids of an engine of vLLM": called(ENGINE, "Embed", engine_pb2.EmbedRequest(tokenized=HUGE)),
 }
+# Answers to these.
+SAID = {"400", "404", "422", "NOT_FOUND", "INVALID_ARGUMENT"}
 
 
 @pytest.mark.parametrize("kind", WRONG)
 async def test_a_request_that_cannot_be_read_is_a_request(attacked: Attacked, kind: str) -> None:
     tenant = f"wrong-{list(WRONG).index(kind)}"
     said = [await WRONG[kind](attacked, tenant) for _ in range(4)]
-    assert set(said) <= {"400", "404", "422"}, said
+    assert set(said) <= SAID, said
     async with asyncio.timeout(PATIENCE_S):
-        while said[-1] in {"400", "404", "422"}:
+        while said[-1] in SAID:
             said.append(await WRONG[kind](attacked, tenant))
     assert f"tenant {tenant}.requests_per_minute" in said[-1], said[-1]
     assert not attacked.router.tracebacks

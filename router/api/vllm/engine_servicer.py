@@ -22,7 +22,7 @@ from router.api.shared.embedding import Embedder
 from router.api.shared.field_names import FieldNames, in_words_by
 from router.api.vllm.engine_codec import LEAST_ENTRY_BYTES, LEAST_TOKEN_BYTES, SPOKEN, Answer, read
 from router.api.vllm.facts import PortRouters, StatusSource, Totals, abort_all
-from router.api.vllm.fields import Reader, check_rank, unknown_fields
+from router.api.vllm.fields import Reader, charged_if_wrong, check_rank, unknown_fields
 from router.api.vllm.tokenizer_archive import archive_of
 from router.contracts.embedding import numbers_of
 from router.contracts.ports import Frontend, RequestValidator
@@ -55,7 +55,8 @@ class EngineServicer(rpc.VllmEngineServicer):
         """Yield chunks of the sequences if they are streamed, and the end of each."""
         call = self._calls.context(context)
         note_id(request.request_id)
-        check_rank(context)
+        with charged_if_wrong(self._calls.meter, call):
+            check_rank(context)
         asked = read(request)
         validated = await asked.validated(self._validator, call)
         whole = not request.stream
@@ -79,8 +80,9 @@ class EngineServicer(rpc.VllmEngineServicer):
         note_id(request.request_id)
         reader = Reader()
         ids = reader.ids("tokenized.input_ids", request.tokenized.input_ids)
-        if wrong := [*unknown_fields(request, SPOKEN), *reader.wrong]:
-            raise InvalidRequest(*wrong)
+        with charged_if_wrong(self._calls.meter, call):
+            if wrong := [*unknown_fields(request, SPOKEN), *reader.wrong]:
+                raise InvalidRequest(*wrong)
         prompt = inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
         own = inference_pb2.EmbedRequest(request_id=request.request_id, inputs=[prompt])
         place = self._room.place(MAX_REPLY_BYTES)

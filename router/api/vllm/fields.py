@@ -6,18 +6,20 @@ A reader gathers mistakes, each with its path in the client's message. Those tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest, QuireError
 from common.contracts.limits import MAX_LOGIT_BIASES
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.reading import AskedConstraint
 from router.api.shared.call_context import Context, metadata_of
 from router.api.shared.constraints import FIELD, allowed_tokens, check_allowed, forbid_other_ends
+from router.api.shared.metering import Meter
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, ModelCard, RequestValidator
 
@@ -126,6 +128,16 @@ class Reader:
             return {}
         forbid_other_ends(self.generate.sampling, ids, card.eos_token_ids)
         return self.constrain(AskedConstraint(path, allowed_tokens(ids)))
+
+
+@contextmanager
+def charged_if_wrong(meter: Meter, call: CallContext) -> Iterator[None]:
+    """Charge the caller for a request that is refused here: no validator sees it. Raises Overloaded in its place."""
+    try:
+        yield
+    except QuireError:
+        meter.wrong(call.caller.tenant)
+        raise
 
 
 def check_rank(context: Context) -> None:

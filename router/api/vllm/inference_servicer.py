@@ -14,7 +14,7 @@ from quire.vllm.v1 import inference_pb2_grpc as rpc
 from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
 from router.api.shared.call_context import Calls, Context, note_id
 from router.api.shared.field_names import in_words_by
-from router.api.vllm.fields import Asked, check_rank
+from router.api.vllm.fields import Asked, charged_if_wrong, check_rank
 from router.api.vllm.inference_codec import LEAST_ENTRY_BYTES, Answer, merged, read
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import Frontend, ModelCard, RequestValidator
@@ -52,14 +52,17 @@ class InferenceServicer(rpc.InferenceServicer):
     ) -> tuple[Asked, ValidatedRequest]:
         call = self._calls.context(context)
         note_id(request.request_id)
-        check_rank(context)
-        if request.model and request.model not in self._card.names:
-            what = f"model {request.model!r} is not served here; {self._card.name!r} is"
-            raise ModelNotFound(what, request.model)
+        with charged_if_wrong(self._calls.meter, call):
+            check_rank(context)
+            self._check_model(request.model)
         if request.session_id:
             call = replace(call, correlation_id=recorded_id(correlation_id(request.session_id)))
         asked = read(request, self._card, streaming)
         return asked, await asked.validated(self._validator, replace(call, model=request.model))
+
+    def _check_model(self, name: str) -> None:
+        if name and name not in self._card.names:
+            raise ModelNotFound(f"model {name!r} is not served here; {self._card.name!r} is", name)
 
     async def _responses(
         self, request: pb.GenerateRequest, validated: ValidatedRequest

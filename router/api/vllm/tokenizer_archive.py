@@ -6,7 +6,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Final
 
 from quire.vllm.v1 import engine_common_pb2 as pb
@@ -39,19 +39,15 @@ class _Pieces(io.RawIOBase):
 
 async def archive_of(files: TokenizerFiles) -> AsyncGenerator[pb.GetTokenizerChunk, None]:
     """Yield the archive, uncompressed, a piece of a file at a time. Raises what `TokenizerFiles.pieces` does."""
-    held, name = _Pieces(), ""
-    with zipfile.ZipFile(held, "w") as archive:
-        entry = None
+    held, name, entry = _Pieces(), "", None
+    # An entry that is open keeps its archive from being closed.
+    with zipfile.ZipFile(held, "w") as archive, ExitStack() as entries:
         async with aclosing(files.pieces()) as pieces:
             async for piece in pieces:
-                if piece.file != name:
-                    if entry is not None:
-                        entry.close()
+                if entry is None or piece.file != name:
+                    entries.close()
                     name = piece.file
-                    entry = archive.open(zipfile.ZipInfo(name, _EPOCH), "w")
-                assert entry is not None
+                    entry = entries.enter_context(archive.open(zipfile.ZipInfo(name, _EPOCH), "w"))
                 entry.write(piece.content)
                 yield pb.GetTokenizerChunk(data=held.take())
-        if entry is not None:
-            entry.close()
     yield pb.GetTokenizerChunk(data=held.take(), sha256=held.digest.hexdigest())

@@ -157,7 +157,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Refused: the admin plane and the process manager end a suite.
+        """Refused: SIGTERM drains a router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,7 +19,7 @@ class ControlStub:
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.GetServerInfoRequest, _control_pb2.ServerInfo]
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_control_pb2.GetModelInfoRequest, _control_pb2.ModelInfo]
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
-    """Refused: the admin plane and the process manager end a suite."""
+    """Refused: SIGTERM drains a router."""
     Abort: _aio.UnaryUnaryMultiCallable[_control_pb2.AbortRequest, _control_pb2.AbortResponse]
     """Ends the caller's requests of these ids; those that no longer run are passed over."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadLoraRequest, _control_pb2.LoadLoraResponse]
@@ -64,7 +64,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ShutdownRequest,
         context: _aio.ServicerContext[_control_pb2.ShutdownRequest, _abc.Awaitable[_control_pb2.ShutdownResponse]],
     ) -> _abc.Awaitable[_control_pb2.ShutdownResponse]:
-        """Refused: the admin plane and the process manager end a suite."""
+        """Refused: SIGTERM drains a router."""
 
     @_abc_1.abstractmethod
     def Abort(
