@@ -39,7 +39,7 @@ def unknown_fields(message: Message, spoken: str) -> Sequence[FieldViolation]:
 
     `spoken` says which version is declared. The message loses these fields.
     """
-    expected, size = f"expected those of {spoken}; leave them out", message.ByteSize()
+    expected, size = f"expected those of {spoken}; leave them out, or use a client of that version", message.ByteSize()
     encoded = message.SerializeToString() if size <= _MOST_NAMED_BYTES else b""
     message.DiscardUnknownFields()
     size -= message.ByteSize()

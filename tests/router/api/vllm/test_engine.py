@@ -266,7 +266,7 @@ async def test_fields_of_a_later_version_are_refused_by_number(api: Api) -> None
     later = pb.SamplingParams.FromString(b"\xc8\x06\x01")
     assert await mistakes(api, **IDS, sampling_params=later) == {
         "sampling_params": "has fields that are not known here, with the numbers 105; "
-        "expected those of smg-grpc-proto 0.4.28; leave them out"
+        "expected those of smg-grpc-proto 0.4.28; leave them out, or use a client of that version"
     }
 
 

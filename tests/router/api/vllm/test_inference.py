@@ -391,7 +391,7 @@ async def test_fields_of_a_later_version_are_refused_by_number(api: Api) -> None
     later = pb.GenerateRequest(**IDS, decoding=pb.DecodingParameters.FromString(b"\xc8\x06\x01"))
     later.MergeFromString(b"\xa8\x06\x01\xb0\x06\x01")
     code, details = await refused(api.inference.GenerateStream(later))
-    expected = "expected those of vLLM 0.33.0; leave them out"
+    expected = "expected those of vLLM 0.33.0; leave them out, or use a client of that version"
     within = f"has fields that are not known here, with the numbers 105; {expected}"
     assert (code, details) == (
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -406,7 +406,7 @@ async def test_many_unknown_fields_are_counted_and_not_read(api: Api, count: int
     what = f"request: has {3 * count} bytes of fields that are not known here; expected those of vLLM 0.33.0"
     assert await refused(api.inference.Generate(later)) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        f"{what}; leave them out",
+        f"{what}; leave them out, or use a client of that version",
     )
 
 
