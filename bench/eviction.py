@@ -22,7 +22,7 @@ from typing import Final, get_args
 from bench.cache_replay.clairvoyant import Clairvoyant, Uses, uses_of
 from bench.cache_replay.replay import Replayed, pool_of, replay
 from bench.cache_replay.traces import requests_of
-from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
+from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, by_recency, working_set
 from bench.lib.harness import parser, progress, report
 from cli.replay.trace import Trace, read_trace
 from common.contracts.errors import InvalidConfig
@@ -142,6 +142,18 @@ def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
     return found
 
 
+def loss_by_recency(seed: int, count: int) -> float:
+    """Return the hits of the default policy over those of LRU, less 1, in the worst pool of a load that suits LRU."""
+    requests = by_recency(seed, count)
+    largest, whole = max(len(each.prompt) + len(each.output) for each in requests), working_set(requests)
+    found = []
+    for part in PARTS:
+        blocks = max(largest, round(part * whole))
+        best = replay(pool_of(blocks, "lru"), requests).found
+        found.append(replay(pool_of(blocks, DEFAULTS.eviction), requests).found / best - 1.0)
+    return min(found)
+
+
 def costs(cells: Sequence[Cell]) -> dict[str, float]:
     """Return the nanoseconds of a block by policy: its look-up, reference, eviction, seal and release together."""
     found = {}
@@ -184,11 +196,13 @@ def main() -> None:
         if policy != DEFAULTS.eviction:
             figures |= {f"{key}_{policy}": value for key, value in figures_of(cells, policy).items()}
     figures |= retention(agents_and_scans(args.seeds[0], args.requests))
+    figures["loss_by_recency"] = min(loss_by_recency(seed, args.requests) for seed in args.seeds)
     figures |= costs(cells)
     notes = {
         "share_of_belady_gain": f"{DEFAULTS.eviction}: (policy - LRU) / (limit - LRU), mean of workloads and pools",
         "workloads_beating_lru": f"of {len(WORKLOADS)}, mean of its pools",
         "least_hits_over_lru": "hits of the policy over those of LRU, in the worst workload and pool",
+        "loss_by_recency": f"{DEFAULTS.eviction}: the same, less 1, on a workload beside these, for which LRU is best",
         **_RETENTION_NOTES,
         f"ns_per_block_{POLICIES[0]}": "look-up, reference, eviction, seal and release of a block, CPU time",
     }

@@ -217,6 +217,21 @@ def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
     return _merged(either, _arrivals(rng, 0.8), requests)
 
 
+def by_recency(seed: int, requests: int) -> list[CacheRequest]:
+    """Conversations of which the next one to go on depends only on how many others went on since: LRU is best."""
+    rng, hashes = random.Random(f"by_recency {seed}"), _Hashes()
+    recent, found = list[tuple[BlockHash, ...]](), list[CacheRequest]()
+    for _ in range(requests):
+        if not recent or rng.random() < 0.1:
+            history = hashes.take(_blocks(rng, 1280, 1.0, 64, 32_768))
+        else:
+            others = min(len(recent) - 1, int(5 * (rng.paretovariate(0.5) - 1.0)))
+            history = recent.pop(-1 - others)
+        found.append(CacheRequest(history, ()))
+        recent.append(history)
+    return found
+
+
 WORKLOADS: dict[str, Callable[[int, int], list[CacheRequest]]] = {
     "system_prompts": system_prompts,
     "chat": chat,

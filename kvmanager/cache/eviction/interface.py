@@ -35,8 +35,10 @@ class EvictionOrder(Protocol):
     """
 
     name: ClassVar[str]
-    reason: ClassVar[str]
     withheld: Collection[BlockId]
+
+    @property
+    def reason(self) -> str: ...
 
     def add_block(self, block: BlockId) -> None:
         """Take a registered block that no block table holds any more. Children are added before their parents."""

@@ -1,7 +1,8 @@
 """Predicted utility: the leaf goes that is worth the least by its class and age.
 
 The best of all leaves is not searched. Some leaves are picked at random, those of the least worth among them are kept
-for the next choice, and the blocks before an evicted leaf follow it while they have its class and age.
+for the next choice, and the blocks before an evicted leaf follow it while they have its class and age. Where LRU would
+find more (`recency_guard.py`), the oldest of them goes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import ClassVar, Final
 
 from common.contracts.types import BlockHash, BlockId
 from kvmanager.cache.eviction.interface import Mark, no_leaf
+from kvmanager.cache.eviction.recency_guard import RecencyGuard
 from kvmanager.contracts.block import Blocks
 
 MOST_USES: Final = 127
@@ -199,17 +201,23 @@ class PredictedUtility:
     """
 
     __slots__ = (
-        "_blocks", "_born", "_due", "_entries", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
-        "_lifetimes", "_linked", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses", "withheld",
+        "_blocks", "_born", "_due", "_entries", "_follower", "_gone", "_guard", "_kept", "_klass", "_leaves",
+        "_length", "_lifetimes", "_linked", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses",
+        "withheld",
     )  # fmt: skip
 
     name: ClassVar[str] = "utility"
-    reason: ClassVar[str] = "least likely to be used again soon, leaves first"
+
+    @property
+    def reason(self) -> str:
+        if self._guard.by_age:
+            return "the oldest of some leaves: in the last windows LRU would have found more"
+        return "least likely to be used again soon, leaves first"
 
     def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId], linked: bool = True) -> None:
         self._blocks, self._entries, self._linked = blocks, entries, linked
         self.withheld: Collection[BlockId] = ()
-        self._lifetimes = Lifetimes(CLASSES)
+        self._lifetimes, self._guard = Lifetimes(CLASSES), RecencyGuard(len(blocks))
         self._now = self._run = self._gone = 0
         self._period, self._due = max(_LESSON, len(blocks) // 2), _FIRST_LESSON
         self.empty()
@@ -223,6 +231,7 @@ class PredictedUtility:
         self._leaves, self._kept = LeafSet(count), list[BlockId]()
         self._follower: BlockId | None = None
         self._length = 0
+        self._guard.empty()
 
     def __len__(self) -> int:
         return self._length
@@ -250,8 +259,12 @@ class PredictedUtility:
                 uses, born = min(before + 1, MOST_USES), then
         self._uses[block], self._origin[block], self._born[block] = uses, origin, born
         self._tip[block] = True
+        if content := self._blocks.hash[block]:
+            self._guard.note_missed(content)
 
     def note_used(self, block: BlockId) -> None:
+        if content := self._blocks.hash[block]:
+            self._guard.note_found(content)
         uses = self._uses[block]
         if uses < MOST_USES:
             self._uses[block] = uses + 1
@@ -267,6 +280,8 @@ class PredictedUtility:
         self._released[block] = self._now
         self._run += 1
         self._length += 1
+        if content := self._blocks.hash[block]:
+            self._guard.note_released(content)
 
     def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         # Nothing is known of their uses: they keep the class and the tip of a block that is new.
@@ -284,10 +299,15 @@ class PredictedUtility:
 
     def reuse_block(self, block: BlockId) -> None:
         self._lifetimes.reuse(self._klass[block], self._now - self._released[block])
-        self.discard_block(block)
+        self._remove_block(block)
         self.note_used(block)
 
     def discard_block(self, block: BlockId) -> None:
+        if content := self._blocks.hash[block]:
+            self._guard.note_dropped(content)
+        self._remove_block(block)
+
+    def _remove_block(self, block: BlockId) -> None:
         if block in self._leaves:
             self._leaves.remove(block)
         if block == self._follower:
@@ -297,7 +317,7 @@ class PredictedUtility:
 
     def replace_block(self, old: BlockId, by: BlockId) -> None:
         self._uses[by], self._born[by] = self._uses[old], self._born[old]
-        self.discard_block(old)
+        self._remove_block(old)
 
     # ------------------------------------------------------------ eviction
 
@@ -351,19 +371,23 @@ class PredictedUtility:
         return parent if released == self._gone and self._klass[parent] == self._klass[number] else None
 
     def _least(self) -> BlockId:
-        """Return the leaf of the least worth among those that were kept and some that are picked at random."""
+        """Return the leaf of the least worth, or the oldest, of those that were kept and some picked at random."""
         if self._now >= self._due:
             self._lifetimes.learn()
             self._due = self._now + min(self._now, self._period)
+        self._guard.judge(self._now)
         leaves, classes, released = self._leaves, self._klass, self._released
         worths, now = self._lifetimes.worth, self._now
         picked = {each for each in self._kept if each in leaves}
         picked.update(leaves.pick(_PICKED))
         if not picked:
             raise no_leaf()
-        ranked = sorted(
-            [(worths[classes[each]][bucket_of(now - released[each])], released[each], each) for each in picked]
-        )
+        if self._guard.by_age:
+            ranked = sorted([(0.0, released[each], each) for each in picked])
+        else:
+            ranked = sorted(
+                [(worths[classes[each]][bucket_of(now - released[each])], released[each], each) for each in picked]
+            )
         self._kept = [each for _, _, each in ranked[1 : _KEPT + 1]]
         return ranked[0][2]
 
