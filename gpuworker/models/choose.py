@@ -45,18 +45,36 @@ from gpuworker.models.llama.linears import IntegersOf, LinearReader
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.plain_config import PlainConfig, plain_config
 from gpuworker.models.llama.reference import TorchReference, WeightsOf, reference_part, tested_layers
+from gpuworker.models.llama.shards import Place, Shard, ShardReader
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
 from gpuworker.models.llama.weights import TensorOf, with_merged_experts, without_prefix
 from gpuworker.models.self_test import SHORTEST, self_test
 from gpuworker.models.threshold_test import beyond_thresholds
 from gpuworker.native import library as native
+from gpuworker.native.ranks import RankBoard, RankMemory, StepSizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Backend = Callable[[KvCache], AttentionBackend]
 LlamaModel = LlamaCpuModel | LlamaGpuModel
+TENSOR_PARALLEL = "--tensor-parallel-size"
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that run a model together, tensor parallel: this process's place among them, and what they share."""
+
+    place: Place
+    board: RankBoard
+    sizes: StepSizes
+
+    def memory(self, shard: Shard) -> RankMemory:
+        spec, place = shard.whole, self.place
+        return RankMemory(
+            self.board, place.rank, place.size, self.sizes, spec.hidden_size, spec.vocab_size, shard.tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +92,12 @@ def open_native(
     backend: Backend,
     block_size: int = 0,
     checkpoints: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[LlamaModel, KvGeometry] | None:
     """Return a model that passed its test on the native path, and the shape of its K/V; None: it runs on transformers.
 
-    With a block size its layers may be groups, and with `checkpoints` its states have one of their own.
+    With a block size its layers may be groups, and with `checkpoints` its states have one of their own. With `ranks` the
+    model and its K/V are what is this rank's. All ranks call this at once, for the test takes all of them.
     Says in the log which path a model takes and why. Raises InvalidConfig when the checkpoint cannot be read, or when
     `model_impl` asks for the native path and the model cannot take it.
     """
@@ -89,13 +109,16 @@ def open_native(
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
-            opened = _open(directory, config, source, device, backend, block_size, checkpoints)
+            opened = _open(directory, config, source, device, backend, block_size, checkpoints, ranks)
         except Unsupported as error:
             reason = str(error)
         else:
             path = "native CPU" if isinstance(opened[0], LlamaCpuModel) else "native GPU"
             _log.info("%s runs on the %s path, in %s", config.model_type, path, dtype_name(opened[0].dtype))
             return opened
+    if ranks is not None:
+        what = f"is {ranks.place.size}, and only the native path of a CPU runs on several ranks: {reason}; leave it out"
+        raise InvalidConfig(FieldViolation(TENSOR_PARALLEL, what))
     if model_impl == "native":
         raise InvalidConfig(FieldViolation("--model-impl", f"native, but the model cannot take that path: {reason}"))
     _log.info("%s runs on transformers: %s", config.model_type, reason)
@@ -159,13 +182,14 @@ def _open(
     backend: Backend,
     block_size: int,
     checkpoints: bool,
+    ranks: Ranks | None,
 ) -> tuple[LlamaModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, with the reason, when a test fails."""
     precision = native_precision(source, config, device)
     try:
         with telling_progress(directory):
             weights = _reader(directory, config, source, precision, device)
-            loaded = _load(config, weights, precision, device)
+            loaded = _load(config, weights, precision, device, ranks)
     except (KeyError, OSError, ValueError, RuntimeError) as error:
         raise Unsupported(f"its weights are not what the native path expects: {error}") from error
     if precision.dtype != precision_of(source, config).dtype:
@@ -178,7 +202,7 @@ def _open(
         part = loaded.model.only(tested_layers(loaded.spec))
         with_checkpoints(loaded.reference, backend, geometry, block_size, part)
     beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, block_size, length))
-    whole = _geometry(loaded.spec, geometry.dtype, context_limit(config), block_size)
+    whole = _geometry(loaded.own_spec, geometry.dtype, context_limit(config), block_size)
     states = loaded.model.states
     if checkpoints and states is not None:
         whole = with_states(whole, states.layers, states.bytes_a_sequence, block_size)
@@ -199,26 +223,46 @@ def _geometry(spec: LlamaSpec, dtype: str, limit: int, block_size: int) -> KvGeo
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A native model, and the model of `tested_layers` on the same weights that transformers runs."""
+    """A native model, and the model of `tested_layers` on the same weights that transformers runs.
+
+    `spec` is that of the whole model, `own_spec` that of what is this rank's.
+    """
 
     spec: LlamaSpec
+    own_spec: LlamaSpec
     model: LlamaModel
     reference: TransformersModel | TorchReference
 
 
-def _load(config: PretrainedConfig, weights: Weights, precision: Precision, device: torch.device) -> _Loaded:
-    spec, load = llama_spec(config), load_native if device.type == "cpu" else load_on_gpu
+def _load(
+    config: PretrainedConfig,
+    weights: Weights,
+    precision: Precision,
+    device: torch.device,
+    ranks: Ranks | None = None,
+) -> _Loaded:
+    spec = llama_spec(config)
     assert spec is not None
-    model, weights_of = load(config, spec, weights, precision, device)
+    model: LlamaModel
+    if device.type == "cpu":
+        model, weights_of = load_native(config, spec, weights, precision, device, ranks)
+    else:
+        model, weights_of = load_on_gpu(config, spec, weights, precision, device)
     part = reference_part(config, spec, weights.tensor, weights_of, precision.dtype, device, precision.kv_dtype)
-    return _Loaded(spec, model, part)
+    own = model.packed.spec if isinstance(model, LlamaCpuModel) else spec
+    return _Loaded(spec, own, model, part)
 
 
 def _tested(loaded: _Loaded, backend: Backend, block_size: int, length: int = SHORTEST) -> KvGeometry:
     model = loaded.model
     rough = isinstance(model, LlamaCpuModel) and model.packed.rounds_activations
-    part = model.only(tested_layers(loaded.spec))
-    return self_test(loaded.reference, backend, part, rough=rough, length=length, block_size=block_size)
+    layers = tested_layers(loaded.spec)
+    own = None
+    if loaded.own_spec is not loaded.spec:
+        config, dtype = loaded.reference.config, model.kv_dtype
+        own = _geometry(loaded.own_spec.only(layers), dtype, context_limit(config), block_size)
+    part = model.only(layers)
+    return self_test(loaded.reference, backend, part, rough=rough, length=length, block_size=block_size, own=own)
 
 
 def _tiny(config: PretrainedConfig, device: torch.device) -> _Loaded:
@@ -228,12 +272,22 @@ def _tiny(config: PretrainedConfig, device: torch.device) -> _Loaded:
 
 
 def load_native(
-    config: PretrainedConfig, spec: LlamaSpec, weights: Weights, precision: Precision, device: torch.device
+    config: PretrainedConfig,
+    spec: LlamaSpec,
+    weights: Weights,
+    precision: Precision,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> tuple[LlamaCpuModel, WeightsOf]:
-    """Return a model for the native library, and the weights that it multiplies by."""
+    """Return a model for the native library, or what of it is this rank's, and the weights that all ranks multiply by."""
     library = native.best()
     assert library is not None
     reader = LinearReader(weights.tensor, weights.integers, precision.dtype, precision.quantization)
+    if ranks is not None:
+        shard = Shard(spec, ranks.place)
+        packed = pack_model(library, shard.spec, ShardReader(reader, shard))
+        model = LlamaCpuModel(config, packed, precision.kv_dtype, ranks=ranks.memory(shard))
+        return model, reader.dequantised
     return LlamaCpuModel(config, pack_model(library, spec, reader), precision.kv_dtype), reader.dequantised
 
 

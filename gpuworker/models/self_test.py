@@ -142,16 +142,18 @@ def self_test(
     rough: bool = False,
     length: int = SHORTEST,
     block_size: int = 0,
+    own: KvGeometry | None = None,
 ) -> KvGeometry:
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
     `other` is a model of the same weights that runs on the cache instead and is compared with `model`; `rough` means
     that it rounds more than its type does. Sequences have `length` tokens, at least 16 and a multiple of 4.
-    With the `block_size` of a service layers may be groups, with 0 they are one. Raises Unsupported, with the reason,
+    With the `block_size` of a service layers may be groups, with 0 they are one. `own` is the shape of what of K/V is
+    this rank's, where `other` runs on several; it is returned then. Raises Unsupported, with the reason,
     when the model cannot be served.
     """
     try:
-        return _run(model, backend, other or model, rough, length, block_size)
+        return _run(model, backend, other or model, rough, length, block_size, own)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
@@ -163,6 +165,7 @@ def _run(
     rough: bool,
     length: int,
     block_size: int,
+    own: KvGeometry | None,
 ) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     kind = model.config.model_type
@@ -175,6 +178,7 @@ def _run(
     geometry = _geometry(model, recorder)
     if block_size:
         geometry = with_groups(geometry, *_reaches(model, recorder), block_size)
+    geometry = own or geometry
     compare_logits(packed, reference[0], limit_of(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
         reference = rounded_logits(model, tokens, reference)

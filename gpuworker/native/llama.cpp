@@ -13,6 +13,7 @@
 #include "llama_memory.h"
 #include "llama_rows.h"
 #include "llama_states.h"
+#include "ranks.h"
 
 namespace quire {
 namespace {
@@ -85,13 +86,14 @@ class Step {
     for (int n = 0; n < model_.num_layers; ++n) {
       count += (model_.layers[n].added ? 22 : 14) + kAttendPhases * pieces_of(parts_, n);
     }
+    if (model_.ranks) count += 4 + 10 * static_cast<int64_t>(model_.num_layers);
     return count;
   }
 
   // The whole step, as a team.
   void forward(Team& team) {
     Clock clock(run_.seconds, team);
-    Member me{team, clock};
+    Member me{team, clock, first_parts_};
     team.phase(run_.num_beside, [&](int64_t piece) { run_.beside(run_.beside_of, piece); });
     embed(me);
     float* residual = scratch_.residual;
@@ -114,7 +116,7 @@ class Step {
         residual = scratch_.kept;
         rows = run_.num_keep;
       }
-      multiply(me, layer.output, mixed.in, rows, behind(layer, residual));
+      multiply_part(me, layer.output, mixed.in, rows, behind(layer, residual));
       me.clock.mark(QUIRE_PHASE_OUTPUT);
       if (layer.added) add_normed(me, layer.added->attention, 1.0f, residual, rows);
       if (!layer.experts) {
@@ -137,6 +139,7 @@ class Step {
   struct Member {
     Team& team;
     Clock& clock;
+    uint32_t turn;  // which of the two sets of parts is next; every member counts alike
   };
 
   // The inputs of the product behind a mixer; or the place for them, while rows are in scratch.wide as floats.
@@ -155,22 +158,78 @@ class Step {
     linear(me.team, w, in, rows, out);
   }
 
+  // This rank's part of what is added up at the next meeting: rows of `hidden` floats.
+  float* own_part(const Member& me) const { return part_of_rank(*model_.ranks, me.turn, model_.ranks->rank); }
+
+  // A product of which each rank has some of the inputs.
+  void multiply_part(Member& me, const quire_linear& w, const Input& in, int64_t rows, const Output& out) {
+    if (!model_.ranks) return multiply(me, w, in, rows, out);
+    multiply(me, w, in, rows, {own_part(me), model_.hidden, QUIRE_STORE_F32});
+    add_parts(me, rows, static_cast<float*>(out.data), out.store == QUIRE_STORE_ADD_F32);
+  }
+
+  // Meets the other ranks, and adds up their parts and its own, in the order of ranks: `adds` to rows of `out`, or in
+  // their place.
+  void add_parts(Member& me, int64_t rows, float* out, bool adds) {
+    const quire_ranks& ranks = *model_.ranks;
+    const uint32_t turn = me.turn++;
+    me.team.phase(1, [&](int64_t) { meet_ranks(ranks); });
+    const int64_t size = model_.hidden;
+    me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
+      float* to = out + row * size;
+      const float *first = part_of_rank(ranks, turn, 0) + row * size, *second = part_of_rank(ranks, turn, 1) + row * size;
+      if (ranks.size == 2 && adds) {
+        for (int64_t i = 0; i < size; ++i) to[i] += first[i] + second[i];
+        return;
+      }
+      static thread_local std::vector<float> total;
+      total.assign(first, first + size);
+      for (int32_t r = 1; r < ranks.size; ++r) {
+        const float* part = part_of_rank(ranks, turn, r) + row * size;
+        for (int64_t i = 0; i < size; ++i) total[i] += part[i];
+      }
+      for (int64_t i = 0; i < size; ++i) to[i] = adds ? to[i] + total[i] : total[i];
+    });
+  }
+
+  // Returns where rows are gathered that every rank has a part of: zeros, to be added up by `add_parts`; or `out` itself.
+  float* zeroed_part(Member& me, int64_t rows, float* out) {
+    if (!model_.ranks) return out;
+    float* part = own_part(me);
+    me.team.phase(rows, rows_of_piece(model_.hidden), [&](int64_t row) {
+      std::fill(part + row * model_.hidden, part + (row + 1) * model_.hidden, 0.0f);
+    });
+    return part;
+  }
+
   void embed(Member& me) {
     const quire_linear& packed = model_.rows.memory ? model_.rows : model_.head;
     const Layout layout(packed);
     const quire_token_inputs* inputs = model_.inputs;
     const Input in = inputs ? input_at(inputs->projection, step_.num_tokens, scratch_.normed) : Input{};
-    me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), [&](int64_t t) {
+    const quire_ranks* ranks = model_.ranks;
+    float* rows = ranks ? own_part(me) : scratch_.residual;
+    const auto finish = [&](int64_t t) {
       float* out = scratch_.residual + t * model_.hidden;
-      const int64_t token = run_.token_ids[t];
-      if (model_.embedding) {
+      if (model_.embedding_scale != 1.0f) scale_row(out, model_.embedding_scale, model_.hidden);
+      if (inputs) put_row(inputs->projection, in, t, out);
+    };
+    me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), [&](int64_t t) {
+      float* out = rows + t * model_.hidden;
+      const int64_t token = run_.token_ids[t] - (ranks ? ranks->first_token : 0);
+      if (ranks && (token < 0 || token >= ranks->tokens)) {
+        std::fill(out, out + model_.hidden, 0.0f);  // another rank has this row
+      } else if (model_.embedding) {
         widen_row(model_.embedding, model_.embedding_type, token, model_.hidden, out);
       } else {
         unpack_row(packed, layout, token, out);
       }
-      if (model_.embedding_scale != 1.0f) scale_row(out, model_.embedding_scale, model_.hidden);
-      if (inputs) put_row(inputs->projection, in, t, out);
+      if (!ranks) finish(t);
     });
+    if (ranks) {
+      add_parts(me, step_.num_tokens, scratch_.residual, false);
+      me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), finish);
+    }
     if (inputs) make_inputs(me, *inputs, in);
   }
 
@@ -231,11 +290,39 @@ class Step {
   void norm_jointly(Member& me, const quire_llama_layer& layer, int64_t rows) {
     const int64_t queries = static_cast<int64_t>(model_.num_heads) * layer.head_dim;
     const int64_t keys = static_cast<int64_t>(layer.num_kv_heads) * layer.head_dim;
+    if (model_.ranks) return norm_jointly_with_ranks(me, layer, rows, queries, keys);
     me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
       float* query = scratch_.qkv + token * layer.qkv.n;
       float* key = query + queries;
       scale_row(query, layer.query_norm, rms_factor(query, queries, model_.norm_eps), queries, query);
       scale_row(key, layer.key_norm, rms_factor(key, keys, model_.norm_eps), keys, key);
+    });
+  }
+
+  // The same where each rank has some of the heads: it gives the sums of their squares to the others.
+  void norm_jointly_with_ranks(Member& me, const quire_llama_layer& layer, int64_t rows, int64_t queries, int64_t keys) {
+    const quire_ranks& ranks = *model_.ranks;
+    const uint32_t turn = me.turn++;
+    float* own = part_of_rank(ranks, turn, ranks.rank);  // [rows, 2]
+    me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
+      const float* query = scratch_.qkv + token * layer.qkv.n;
+      own[2 * token] = dot(query, query, queries);
+      own[2 * token + 1] = dot(query + queries, query + queries, keys);
+    });
+    me.team.phase(1, [&](int64_t) { meet_ranks(ranks); });
+    const float count = static_cast<float>(queries * ranks.size);
+    const float key_count = static_cast<float>(keys * ranks.size);  // copies count on both sides of the mean
+    me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
+      float of_queries = 0.0f, of_keys = 0.0f;
+      for (int32_t r = 0; r < ranks.size; ++r) {
+        const float* part = part_of_rank(ranks, turn, r) + 2 * token;
+        of_queries += part[0];
+        of_keys += part[1];
+      }
+      float* query = scratch_.qkv + token * layer.qkv.n;
+      float* key = query + queries;
+      scale_row(query, layer.query_norm, 1.0f / std::sqrt(of_queries / count + model_.norm_eps), queries, query);
+      scale_row(key, layer.key_norm, 1.0f / std::sqrt(of_keys / key_count + model_.norm_eps), keys, key);
     });
   }
 
@@ -517,7 +604,7 @@ class Step {
     multiply(me, layer.gate_up, in, rows, out);
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    multiply(me, down, inner, rows, behind(layer, residual));
+    multiply_part(me, down, inner, rows, behind(layer, residual));
     me.clock.mark(QUIRE_PHASE_DOWN);
     if (layer.added) add_normed(me, layer.added->mlp, behind_mlp(layer), residual, rows);
   }
@@ -573,23 +660,25 @@ class Step {
     const Input in = input_at(w.router, rows, scratch_.normed);
     const Input shared = input_at(gate_up, rows, scratch_.of_shared), inner = input_at(down, rows, scratch_.inner);
     const Input taken{scratch_.of_experts, size * static_cast<int64_t>(sizeof(float)), nullptr, nullptr};
+    float* outputs = model_.ranks ? own_part(me) : scratch_.from_experts;
     me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
       const float* x = residual + row * size;
       norm_row(x, norms.router, eps, w.router, in, row);
       norm_row(x, layer.mlp_norm, eps, gate_up, shared, row);
       scale_row(x, norms.experts, rms_factor(x, size, eps), size, scratch_.of_experts + row * size);
-      std::fill(scratch_.from_experts + row * size, scratch_.from_experts + (row + 1) * size, 0.0f);
+      std::fill(outputs + row * size, outputs + (row + 1) * size, 0.0f);
     });
     me.clock.mark(QUIRE_PHASE_NORM);
     multiply(me, w.router, in, rows, {experts_.logits(), w.count, QUIRE_STORE_F32});
     experts_.gate_up(me.team, w, taken, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    experts_.down(me.team, w, rows, scratch_.from_experts);
+    experts_.down(me.team, w, rows, outputs);
+    if (model_.ranks) add_parts(me, rows, scratch_.from_experts, false);
     me.clock.mark(QUIRE_PHASE_DOWN);
     multiply(me, gate_up, shared, rows, {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)});
     put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    multiply(me, down, inner, rows, {scratch_.added, size, QUIRE_STORE_F32});
+    multiply_part(me, down, inner, rows, {scratch_.added, size, QUIRE_STORE_F32});
     me.clock.mark(QUIRE_PHASE_DOWN);
     me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
       float *x = scratch_.added + row * size, *y = scratch_.from_experts + row * size;
@@ -607,9 +696,12 @@ class Step {
     multiply(me, w.router, in, rows, {experts_.logits(), w.count, QUIRE_STORE_F32});
     experts_.gate_up(me.team, w, in, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    experts_.down(me.team, w, rows, residual);
+    float* outputs = zeroed_part(me, rows, residual);
+    experts_.down(me.team, w, rows, outputs);
     me.clock.mark(QUIRE_PHASE_DOWN);
-    if (w.shared.gate_up.memory) shared_expert(me, w, in, residual, rows);
+    if (w.shared.gate_up.memory) shared_expert(me, w, in, outputs, rows);
+    if (model_.ranks) add_parts(me, rows, residual, true);
+    me.clock.mark(QUIRE_PHASE_DOWN);
   }
 
   // Adds the expert that all rows go through. `normed` has rows of floats.
@@ -645,13 +737,21 @@ class Step {
   void logits(Member& me, const float* residual) {
     const Input in = input_at(model_.head, run_.num_keep, scratch_.head);
     norm(me, model_.final_norm, model_.head, in, run_.num_keep, residual);
-    multiply(me, model_.head, in, run_.num_keep, {run_.logits, model_.vocab, QUIRE_STORE_F32});
+    // Each rank writes its columns of the logits.
+    const quire_ranks* ranks = model_.ranks;
+    float* logits = run_.logits + (ranks ? ranks->first_token : 0);
+    const int64_t vocab = model_.vocab, columns = ranks ? ranks->tokens : vocab;
+    multiply(me, model_.head, in, run_.num_keep, {logits, vocab, QUIRE_STORE_F32});
     if (model_.logit_cap > 0.0f) {
-      const int64_t vocab = model_.vocab, pieces = (vocab + kCapped - 1) / kCapped;
+      const int64_t pieces = (columns + kCapped - 1) / kCapped;
       me.team.phase(run_.num_keep * pieces, [&](int64_t piece) {
         const int64_t first = piece % pieces * kCapped;
-        cap_row(run_.logits + piece / pieces * vocab + first, model_.logit_cap, std::min(kCapped, vocab - first));
+        cap_row(logits + piece / pieces * vocab + first, model_.logit_cap, std::min(kCapped, columns - first));
       });
+    }
+    if (ranks) {
+      ++me.turn;
+      me.team.phase(1, [&](int64_t) { meet_ranks(*ranks); });
     }
     me.clock.mark(QUIRE_PHASE_HEAD);
   }
@@ -682,6 +782,7 @@ class Step {
   const LlamaScratch scratch_;
   Experts experts_;
   const int last_writer_;
+  const uint32_t first_parts_ = model_.ranks ? next_parts(*model_.ranks) : 0;
   bool all_kept_;
 };
 

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Final
 
 from gpuworker.native.linear import LinearStruct, declared
+from gpuworker.native.ranks import RanksStruct
 
 PHASES: Final = ("norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head")
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -137,6 +138,7 @@ class LlamaStruct(ctypes.Structure):
         ("gated", _int32),
         ("clip", _float),
         ("joint_norm", _int32),
+        ("ranks", ctypes.POINTER(RanksStruct)),
     )
 
 

@@ -7,6 +7,7 @@
 
 #include "quire_attention.h"
 #include "quire_linear.h"
+#include "quire_ranks.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -124,6 +125,7 @@ typedef struct {
   int32_t gated;       // qkv has a gate [head_dim] behind each head's query: its sigmoid multiplies what is attended
   float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not
   int32_t joint_norm;  // all query heads are normed as one row, and all key heads: weights [heads · head_dim]
+  const quire_ranks *ranks;  // null: this process has the whole model; else sizes are its own, but hidden and vocab
 } quire_llama;
 
 // The phases of a step; QUIRE_PHASE_NORM includes the norms before products, and the embedding.
@@ -142,7 +144,7 @@ enum quire_llama_phase {
 typedef struct {
   const int64_t *token_ids, *positions;  // [T]
   const int64_t *keep;                   // [num_keep]: the tokens whose logits are computed
-  float *logits;                         // [num_keep, vocab]
+  float *logits;                         // [num_keep, vocab]; ranks share it
   float *hidden;                         // [num_keep, hidden], the last norm's output in place of logits, or null
   void *scratch;                         // quire_llama_scratch bytes, aligned to 64
   double *seconds;                       // [QUIRE_NUM_PHASES] to add to, or null

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "ranks.h"
 #include "threads.h"
 
 namespace {
@@ -71,6 +72,8 @@ extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copie
 }
 
 extern "C" int64_t quire_whole_step_bytes(void) { return sizeof(quire_whole_step); }
+extern "C" int64_t quire_ranks_bytes(void) { return sizeof(quire_ranks); }
+extern "C" int64_t quire_rank_board_bytes(void) { return sizeof(quire_rank_board); }
 extern "C" int64_t quire_sample_row_bytes(void) { return sizeof(quire_sample_row); }
 
 extern "C" int32_t quire_run_step(void* argument) {
@@ -79,7 +82,9 @@ extern "C" int32_t quire_run_step(void* argument) {
   if (!within_cache(whole)) return QUIRE_STEP_BAD_BLOCK;
   for (int32_t n = 0; n < whole.num_pools; ++n) quire_copy_blocks(&whole.pools[n], whole.copies, whole.num_copies);
   if (!whole.num_rows) return 0;
-  quire_take_tokens(&whole.take);
+  const quire_ranks* ranks = whole.model->ranks;
+  if (!ranks || ranks->rank == 0) quire_take_tokens(&whole.take);
+  if (ranks) quire::share_tokens(*ranks, whole.take.token_ids, whole.take.count);
   for (int32_t n = 0; n < whole.parts.num_plans; ++n) {
     quire_attention_begin(whole.parts.plans[n], &whole.parts.caches[n], &whole.steps[n], whole.parts.heads[n],
                           whole.threads, whole.deterministic);
@@ -91,7 +96,11 @@ extern "C" int32_t quire_run_step(void* argument) {
     run.num_beside = whole.sample.count;
   }
   const int32_t status = quire_llama_forward(whole.model, &whole.parts, &run);
-  if (status) return status;
+  if (status) {
+    // Every rank refuses alike. Rank 0 may give no further tokens before all have read these.
+    if (ranks) quire::meet_ranks(*ranks);
+    return status;
+  }
   move(whole.behind, whole.num_behind, whole.threads);
   if (whole.score.count) quire_score_tokens(&whole.score);
   return whole.sample.count ? quire_sample_tokens(&whole.sample) : 0;

@@ -20,8 +20,11 @@ import torch
 
 from common.contracts.errors import EngineFailure
 from common.contracts.lease import Copy, TierCopy
+from common.contracts.types import BlockId
+from gpuworker.attention.interface import Int32Array
 from gpuworker.attention.native_backend import CacheStruct, StepStruct, cache_struct
 from gpuworker.attention.native_parts import NativeParts
+from gpuworker.attention.step_inputs import StepInputs
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import state_group
@@ -31,6 +34,7 @@ from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel, Placed
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, PartsStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.executor import ExecutorParts, Failures, PlacedCheckpoint, RunnerStep
+from gpuworker.runner.rank_steps import InFlightSteps, PlannedRows, RankLinks, RankPlan
 from gpuworker.sampling.native_sampler import NativeSample, SampleCall
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.scoring import NativeScores, ScoreCall
@@ -95,23 +99,85 @@ class _Checkpoints:
     def __init__(self, states: PlacedStates, store: StateStore) -> None:
         self._states, self._store = states, store
 
-    def clears(self, step: RunnerStep) -> _Moves:
+    def clears(self, pages: Sequence[BlockId]) -> _Moves:
         """Return the moves that zero pages which held states."""
-        return np.insert(self._store.bytes_of(step.cleared), 1, 0, axis=1) if step.cleared else _NO_MOVES
+        return np.insert(self._store.bytes_of(pages), 1, 0, axis=1) if pages else _NO_MOVES
 
-    def before(self, step: RunnerStep) -> _Moves:
+    def before(self, loads: Sequence[PlacedCheckpoint], cleared: Sequence[BlockId]) -> _Moves:
         """Return the moves before a step: those, and what loads checkpoints."""
-        return np.concatenate([self.clears(step), *(self._moves(each, to_pages=False) for each in step.loads)])
+        return np.concatenate([self.clears(cleared), *(self._moves(each, to_pages=False) for each in loads)])
 
-    def behind(self, step: RunnerStep) -> _Moves:
+    def behind(self, saves: Sequence[PlacedCheckpoint]) -> _Moves:
         """Return those behind it: checkpoints are saved."""
-        return np.concatenate([self._moves(each, to_pages=True) for each in step.saves]) if step.saves else _NO_MOVES
+        return np.concatenate([self._moves(each, to_pages=True) for each in saves]) if saves else _NO_MOVES
 
     def _moves(self, checkpoint: PlacedCheckpoint, to_pages: bool) -> _Moves:
         state = self._states.kept[checkpoint.batch_index]
         at, count = self._store.places(len(state), checkpoint.pages).T
         own = state.data_ptr() + np.cumsum(count) - count
         return np.stack((at, own, count) if to_pages else (own, at, count), axis=1)
+
+
+class Forwards:
+    """Describes steps up to their forward, as every rank runs them."""
+
+    def __init__(
+        self, model: LlamaCpuModel, attention: NativeParts, threads: int, cache: KvCache, store: StateStore | None
+    ) -> None:
+        """`store` copies states into pages, where the cache has checkpoints of them."""
+        self._model, self._attention, self._threads, self._pools = model, attention, threads, _pools_of(cache)
+        self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
+
+    def only(self, moves: _Moves) -> _Described:
+        """Describe a step that moves bytes and does nothing else."""
+        whole = WholeStep(threads=self._threads)
+        described = _Described(whole, np.empty((0, 2), dtype=np.int32))
+        described.move(moves, _NO_MOVES)
+        return described
+
+    def clear(self, pages: Sequence[BlockId]) -> _Described:
+        """Describe what is left of a step behind one that failed: later ones rely on pages that were cleared."""
+        assert self._checkpoints is not None, "no page held states"
+        return self.only(self._checkpoints.clears(pages))
+
+    def move(
+        self,
+        described: _Described,
+        loads: Sequence[PlacedCheckpoint],
+        saves: Sequence[PlacedCheckpoint],
+        cleared: Sequence[BlockId],
+    ) -> None:
+        """Let states move before a step and behind it."""
+        if self._checkpoints is not None:
+            described.move(self._checkpoints.before(loads, cleared), self._checkpoints.behind(saves))
+
+    def copy(self, copies: npt.NDArray[np.int32]) -> _Described:
+        """Describe a step that copies blocks, [C, 2], and has no rows."""
+        whole = WholeStep(
+            copies=copies.ctypes.data,
+            pools=self._pools,
+            num_pools=len(self._pools),
+            parts=self._attention.struct,
+            model=ctypes.pointer(self._model.packed.struct),
+            num_copies=len(copies),
+            threads=self._threads,
+            deterministic=self._attention.deterministic,
+        )
+        return _Described(whole, copies)
+
+    def run(
+        self, copies: npt.NDArray[np.int32], inputs: StepInputs, batch_index: Int32Array | None, hidden: bool
+    ) -> _Described:
+        """Describe a step with rows; who runs it says from where its tokens are taken."""
+        described = self.copy(copies)
+        whole, token_ids = described.whole, torch.empty(len(inputs.positions), dtype=torch.int64)
+        describe = self._model.describe_hidden if hidden else self._model.describe
+        places = None if self._model.states is None else batch_index
+        run = describe(token_ids, inputs.positions, inputs.keep, places)
+        whole.steps, whole.run = self._attention.steps(inputs.metadata), run.run
+        whole.num_rows = inputs.metadata.num_rows
+        described.token_ids, described.run = token_ids, run
+        return described
 
 
 class StepTimes(NamedTuple):
@@ -138,12 +204,13 @@ class NativeExecutor:
         threads: int,
         cache: KvCache,
         store: StateStore | None = None,
+        links: RankLinks | None = None,
     ) -> None:
-        """`store` copies states into pages, where the cache has checkpoints of them."""
-        self._frames = cache.frames
-        self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
-        self._threads, self._pools = threads, _pools_of(cache)
-        self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
+        """`store` copies states into pages, where the cache has checkpoints of them. `links` are to the other ranks."""
+        self._frames, self._links = cache.frames, links
+        self._model, self._tokens, self._failures = model, tokens, failures
+        self._threads = threads
+        self._forwards = Forwards(model, attention, threads, cache, store)
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._copied = 0.0  # seconds of the copies ahead of the next step that is collected
@@ -155,7 +222,9 @@ class NativeExecutor:
 
     def submit(self, step: RunnerStep) -> None:
         if self._failures.failed(step.generation):
-            described = self._clear(step) if step.cleared else None
+            described = self._forwards.clear(step.cleared) if step.cleared else None
+            if described is not None and self._links is not None:
+                self._links.send_plan(RankPlan(described.copies, None, cleared=step.cleared))
             number = 0 if described is None else self._queue.put(self._call, ctypes.addressof(described.whole))
             self._collector.put(lambda: self._refuse(step, number, described))
             return
@@ -163,15 +232,16 @@ class NativeExecutor:
             self._copy_ahead(self._frames, step.copies)
             step = replace(step, copies=())
         described = self._described(step)
-        if self._checkpoints is not None:
-            described.move(self._checkpoints.before(step), self._checkpoints.behind(step))
+        self._forwards.move(described, step.loads, step.saves, step.cleared)
+        if self._links is not None:
+            self._links.send_plan(self._plan(step, described))
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
         self._collector.put(lambda: self._collect(number, step, described))
 
     def _copy_ahead(self, frames: HostFrames, copies: Sequence[Copy | TierCopy]) -> None:
         """Queue the copies of a step before it: those of one call are made side by side."""
         for moves in frames.rounds(copies):
-            described = self._only(moves)
+            described = self._forwards.only(moves)
             number = self._queue.put(self._call, ctypes.addressof(described.whole))
             self._collector.put(partial(self._wait_for, number, described))
 
@@ -183,17 +253,14 @@ class NativeExecutor:
         self._collector.close()  # it waits for all queued steps
         self._queue.close()
 
-    def _clear(self, step: RunnerStep) -> _Described:
-        """Describe what is left of a step behind one that failed: later ones rely on pages that were cleared."""
-        assert self._checkpoints is not None, "no page held states"
-        return self._only(self._checkpoints.clears(step))
-
-    def _only(self, moves: _Moves) -> _Described:
-        """Describe a step that moves bytes and does nothing else."""
-        whole = WholeStep(threads=self._threads)
-        described = _Described(whole, np.empty((0, 2), dtype=np.int32))
-        described.move(moves, _NO_MOVES)
-        return described
+    def _plan(self, step: RunnerStep, described: _Described) -> RankPlan:
+        """Return what other ranks are to do; arrays that a later step writes over are read before `submit` returns."""
+        inputs, work, rows = step.work.inputs, step.work, None
+        if described.run is not None:
+            assert inputs is not None, "arrays on a CPU"
+            places = None if self._model.states is None else work.staged.batch_index
+            rows = PlannedRows.of(inputs, places, hidden=work.pooling is not None)
+        return RankPlan(described.copies, rows, step.loads, step.saves, step.cleared)
 
     def _described(self, step: RunnerStep) -> _Described:
         """Return a step as it is described already, if it runs on the arrays of an earlier one."""
@@ -210,27 +277,14 @@ class NativeExecutor:
     def _describe(self, step: RunnerStep) -> _Described:
         pairs = [(copy.src, copy.dst) for copy in step.copies if isinstance(copy, Copy)]
         copies = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-        whole = WholeStep(
-            copies=copies.ctypes.data,
-            pools=self._pools,
-            num_pools=len(self._pools),
-            parts=self._attention.struct,
-            model=ctypes.pointer(self._model.packed.struct),
-            num_copies=len(copies),
-            threads=self._threads,
-            deterministic=self._attention.deterministic,
-        )
         inputs, work = step.work.inputs, step.work
         if inputs is None or not len(work.staged.batch_index):
-            return _Described(whole, copies)
-        token_ids = torch.empty(len(inputs.take), dtype=torch.int64)
-        describe = self._model.describe if work.pooling is None else self._model.describe_hidden
-        places = None if self._model.states is None else work.staged.batch_index
-        run = describe(token_ids, inputs.positions, inputs.keep, places)
+            return self._forwards.copy(copies)
+        described = self._forwards.run(copies, inputs, work.staged.batch_index, hidden=work.pooling is not None)
+        whole, run, token_ids = described.whole, described.run, described.token_ids
+        assert run is not None
+        assert token_ids is not None
         whole.take = _Take(self._tokens.flat.data_ptr(), inputs.take.data_ptr(), token_ids.data_ptr(), len(token_ids))
-        whole.steps, whole.run = self._attention.steps(inputs.metadata), run.run
-        whole.num_rows = inputs.metadata.num_rows
-        described = _Described(whole, copies, token_ids, run)
         if step.sequences:
             native = work.sampling.native
             assert native is not None, "a batch on a CPU with the native library has been prepared for it"
@@ -299,15 +353,51 @@ def _results(step: RunnerStep, described: _Described) -> SampledTokens:
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-def native_executor(parts: ExecutorParts) -> NativeExecutor:
+class RankExecutor:
+    """Runs the steps of rank 0 at another rank of its worker, in the same order."""
+
+    def __init__(self, model: LlamaCpuModel, attention: NativeParts, cache: KvCache, threads: int) -> None:
+        library = model.packed.library
+        self._forwards = Forwards(model, attention, threads, cache, _store_of(cache))
+        self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
+        self._steps = InFlightSteps(self._queue.wait)
+
+    def run(self, plan: RankPlan) -> None:
+        """Queue a step. A step that the library refuses is refused at rank 0 too, which reports it."""
+        described = self._described(plan)
+        number = self._queue.put(self._call, ctypes.addressof(described.whole))
+        self._steps.add(number, described)
+
+    def close(self) -> None:
+        self._steps.finish()
+        self._queue.close()
+
+    def _described(self, plan: RankPlan) -> _Described:
+        if plan.rows is None:
+            described = self._forwards.copy(plan.copies)
+        else:
+            inputs = plan.rows.inputs()
+            described = self._forwards.run(plan.copies, inputs, plan.rows.places, plan.rows.hidden)
+            token_ids = described.token_ids
+            assert token_ids is not None
+            described.whole.take = _Take(None, None, token_ids.data_ptr(), len(token_ids))
+        self._forwards.move(described, plan.loads, plan.saves, plan.cleared)
+        return described
+
+
+def _store_of(cache: KvCache) -> StateStore | None:
+    return StateStore(cache) if state_group(cache.geometry.groups) is not None else None
+
+
+def native_executor(parts: ExecutorParts, links: RankLinks | None = None) -> NativeExecutor:
     """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
     model = parts.model
     if not isinstance(model, LlamaCpuModel):
         raise TypeError(f"{type(model).__name__} has no native call")
     attention = model.parts_of(parts.attention)
     model.extend_rope(parts.tokens.width)
-    store = StateStore(parts.cache) if state_group(parts.cache.geometry.groups) is not None else None
-    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, parts.cache, store)
+    store = _store_of(parts.cache)
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, parts.cache, store, links)
 
 
 def _pools_of(cache: KvCache) -> ctypes.Array[CacheStruct]:

@@ -19,6 +19,7 @@ from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import Rope, ropes
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, PartsStruct, Refusal
+from gpuworker.native.ranks import RankMemory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,16 +69,27 @@ class LlamaCpuModel:
     """
 
     def __init__(
-        self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: tuple[Rope, ...] = ()
+        self,
+        config: PretrainedConfig,
+        packed: PackedModel,
+        kv_dtype: str,
+        rope: tuple[Rope, ...] = (),
+        ranks: RankMemory | None = None,
     ) -> None:
-        """`rope` has the rotations of another model of this configuration; without any they are made."""
-        self.config, self.packed, self.kv_dtype = config, packed, kv_dtype
+        """`rope` has the rotations of another model of this configuration; without any they are made.
+
+        With `ranks` this process has a part of the model, and the forward of every step runs at all ranks.
+        """
+        self.config, self.packed, self.kv_dtype, self.ranks = config, packed, kv_dtype, ranks
+        if ranks is not None:
+            packed.struct.ranks = ctypes.pointer(ranks.struct)
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
         self.states: PlacedStates | None = None
         if packed.state_bytes:
             self.states = PlacedStates(packed.spec.keeping, packed.state_bytes)
-        self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._logits = torch.empty(0, packed.spec.vocab_size) if ranks is None else ranks.logits
         if rope:
             self._use_rope(rope)
         else:
@@ -101,23 +113,29 @@ class LlamaCpuModel:
         return self.packed.num_bytes
 
     def scratch_bytes(self, tokens: int, kept: int) -> int:
-        """Return the bytes that a step of so many tokens needs beside weights and logits."""
+        """Return the bytes that a step of so many tokens needs beside weights and logits, at this rank."""
+        shared = 0 if self.ranks is None else self.ranks.step_bytes // self.ranks.struct.size
+        return shared + self._own_bytes(tokens, kept)
+
+    def _own_bytes(self, tokens: int, kept: int) -> int:
         return int(self.packed.library.quire_llama_scratch(self.packed.struct, tokens, kept))
 
     def reserve(self, tokens: int, kept: int) -> None:
         """Allocate memory for steps of up to so many tokens, and keep it: fresh pages cost more than a small step."""
         self._reserve_scratch(tokens, kept)
         if kept > len(self._logits):
+            assert self.ranks is None, f"{kept} rows of logits, and ranks share {len(self._logits)}"
             self._logits = torch.empty(kept, self.vocab_size)
 
     def _reserve_scratch(self, tokens: int, kept: int) -> None:
-        needed = self.scratch_bytes(tokens, kept)
+        assert self.ranks is None or tokens <= self.ranks.sizes.tokens, f"{tokens} tokens are more than ranks share"
+        needed = self._own_bytes(tokens, kept)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
 
     def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope, self.ranks)
 
     def parts_of(self, attention: AttentionBackend) -> NativeParts:
         """Return what the library attends by. Raises TypeError for attention that it cannot call."""

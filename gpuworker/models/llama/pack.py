@@ -114,7 +114,7 @@ class PackedModel:
 
     def _describe_state(self, layer: LlamaLayerStruct, kind: str) -> None:
         spec, delta = self.spec, self.spec.delta if kind == DELTA else None
-        conv = ConvStruct(width=spec.taps, channels=spec.hidden_size if delta is None else delta.channels)
+        conv = ConvStruct(width=spec.taps, channels=spec.conv_channels if delta is None else delta.channels)
         self._mixers.append(conv)
         layer.conv = ctypes.pointer(conv)
         if delta is not None:

@@ -281,11 +281,11 @@ def _with_added_norms(found: LayerTensors, spec: LlamaSpec, layer: int) -> Layer
 
 def _with_conv(found: LayerTensors, spec: LlamaSpec, block: str) -> LayerTensors:
     """Return the tensors of a layer with a short convolution."""
-    name, hidden = f"{block}.conv", spec.hidden_size
+    name, hidden, size = f"{block}.conv", spec.hidden_size, spec.conv_channels
     return replace(
         found,
-        qkv=FusedLinear("qkv", (f"{name}.in_proj",), (3 * hidden,), hidden, spec.conv_bias),
-        output=FusedLinear("output", (f"{name}.out_proj",), (hidden,), hidden, spec.conv_bias),
+        qkv=FusedLinear("qkv", (f"{name}.in_proj",), (3 * size,), hidden, spec.conv_bias),
+        output=FusedLinear("output", (f"{name}.out_proj",), (hidden,), size, spec.conv_bias),
         conv=f"{name}.conv.weight",
         conv_bias=f"{name}.conv.bias" if spec.conv_bias else None,
     )

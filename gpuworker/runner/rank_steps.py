@@ -1,0 +1,150 @@
+"""Steps at several ranks, tensor parallel: rank 0 sends each plan one way, and the others run it as it does.
+
+A plan says which tokens, pages and places a step has, never which tokens were sampled: those come through the memory that
+ranks share, when the step begins (`share_tokens` of gpuworker/native/ranks.h). So plans go ahead of steps, and two steps
+are in flight at every rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
+from gpuworker.attention.step_inputs import StepInputs
+from gpuworker.runner.executor import PlacedCheckpoint
+
+Int64Array = npt.NDArray[np.int64]
+_IN_FLIGHT: Final = 3  # steps of which a rank keeps the memory: one runs, and two wait
+
+
+class PlannedRows(NamedTuple):
+    """The rows of a forward: the arrays of `AttentionMetadata`, with a table and slots for each part of the layers."""
+
+    num_decodes: int
+    query_start: Int32Array
+    context_len: Int32Array
+    tables: tuple[tuple[Int32Array, Int32Array], ...]
+    positions: Int64Array  # [T]
+    keep: Int64Array  # [S + K]
+    places: Int32Array | None  # [R], of states
+    hidden: bool  # whether hidden states are wanted in place of logits
+
+    @classmethod
+    def of(cls, inputs: StepInputs, places: Int32Array | None, hidden: bool) -> PlannedRows:
+        step = inputs.metadata
+        parts = step.parts or (step,)
+        tables = tuple((each.block_table, each.slot_mapping) for each in parts)
+        return cls(
+            step.num_decodes,
+            step.query_start,
+            step.context_len,
+            tables,
+            inputs.positions.numpy(),
+            inputs.keep.numpy(),
+            places,
+            hidden,
+        )
+
+    def inputs(self) -> StepInputs:
+        """Return the rows as rank 0 has them, without the places of tokens, which it alone reads."""
+        parts = [
+            AttentionMetadata(self.num_decodes, self.query_start, self.context_len, table, slots, _ON_HOST)
+            for table, slots in self.tables
+        ]
+        step = parts[0]
+        if len(parts) > 1:
+            step = AttentionMetadata(
+                step.num_decodes,
+                step.query_start,
+                step.context_len,
+                step.block_table,
+                step.slot_mapping,
+                _ON_HOST,
+                tuple(parts),
+            )
+        positions, keep = torch.from_numpy(self.positions), torch.from_numpy(self.keep)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return StepInputs(step, positions, nothing, keep, nothing)
+
+
+class RankPlan(NamedTuple):
+    """What a step does, for all ranks alike: copies, checkpoints of states, and the rows of a forward, if any."""
+
+    copies: Int32Array  # [C, 2]
+    rows: PlannedRows | None
+    loads: tuple[PlacedCheckpoint, ...] = ()
+    saves: tuple[PlacedCheckpoint, ...] = ()
+    cleared: tuple[int, ...] = ()
+
+
+_NONE: Final = torch.empty(0, dtype=torch.int32)
+_ON_HOST: Final = DeviceTables(_NONE, _NONE, _NONE, _NONE)
+
+
+@dataclass(slots=True)
+class PlanTimes:
+    """How many plans were sent, and the seconds that this took on the engine's thread."""
+
+    plans: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class RankLinks:
+    """Rank 0's connections to the others. `lost` is called with a rank that does not take a plan; it must not return."""
+
+    connections: Mapping[int, Connection]
+    lost: Callable[[int, str], None]
+    times: PlanTimes = field(default_factory=PlanTimes)
+
+    def send_plan(self, plan: RankPlan) -> None:
+        began = time.perf_counter()
+        message = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        for rank, connection in self.connections.items():
+            try:
+                connection.send_bytes(message)
+            except OSError as error:
+                self.lost(rank, f"takes no plan: {error}")
+                raise
+        self.times.plans += 1
+        self.times.seconds += time.perf_counter() - began
+
+
+def received_plan(connection: Connection) -> RankPlan | None:
+    """Return the next plan of rank 0; None when it sends no more."""
+    try:
+        plan = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, on a pipe
+    except EOFError:
+        return None
+    assert isinstance(plan, RankPlan)
+    return plan
+
+
+class InFlightSteps:
+    """Keeps the memory of queued steps until they are over."""
+
+    def __init__(self, wait: Callable[[int], object]) -> None:
+        self._wait, self._steps = wait, deque[tuple[int, object]]()
+
+    def add(self, number: int, memory: object) -> None:
+        self._steps.append((number, memory))
+        while len(self._steps) > _IN_FLIGHT:
+            self._end_first()
+
+    def finish(self) -> None:
+        while self._steps:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self._wait(self._steps[0][0])
+        self._steps.popleft()
