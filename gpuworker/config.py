@@ -113,6 +113,16 @@ class EngineSettings(Settings):
         True,
         description="CUDA only: capture decode steps of native models at start, some seconds, and run them as graphs",
     )
+    tensor_parallel_size: Count = Field(
+        1,
+        le=16,
+        description="processes that run one worker's model together on this host: each has its heads, its part of the "
+        "other weights, and its part of every block of K/V. On a CPU, for models with a forward of Quire's own; tokens "
+        "come through rank 0",
+    )
+    rank_timeout: Seconds = Field(
+        60.0, description="seconds in which the other ranks of a worker must come at its start"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     cpu_level: CpuLevel = Field(
         "auto",
@@ -214,6 +224,7 @@ class EngineSettings(Settings):
 
     def problems(self) -> Iterator[FieldViolation]:
         yield from super().problems()
+        yield from self._rank_problems()
         if self.speculative == "draft" and self.draft_model is None:
             what = (
                 "is draft, and no model is named that guesses; expected --draft-model with one, or --speculative ngram"
@@ -243,6 +254,28 @@ class EngineSettings(Settings):
             yield FieldViolation(
                 "--max-num-batched-tokens", f"{what}; expected at least {sequences}, or a lower --max-num-seqs"
             )
+
+    def _rank_problems(self) -> Iterator[FieldViolation]:
+        """Refuse what several ranks do not do yet, so that nothing is done by halves."""
+        if self.tensor_parallel_size == 1:
+            return
+        flag, size = "--tensor-parallel-size", self.tensor_parallel_size
+        tiers = {"--host-memory": self.host_memory, "--disk-cache": self.disk_cache, "--data-port": self.data_port}
+        for tier, given in tiers.items():
+            if given is not None:
+                what = f"moves whole blocks, and each of {size} ranks has a part of every block; leave one of them out"
+                yield FieldViolation(tier, what)
+        refused = {
+            "--simulate": (self.simulate is not None, "runs no model that could be cut"),
+            "--draft-model": (self.draft_model is not None, "is run by one process; use --speculative ngram"),
+            "--model-impl transformers": (self.model_impl == "transformers", "is run by one process"),
+            "--deterministic": (self.deterministic, "is promised between workers of one rank alone"),
+            "--quantization auto": (self.quantization == "auto", "is chosen by times, which differ between ranks"),
+            f"--device {self.device}": (self.device.startswith("cuda"), "has ranks on CPUs alone, so far"),
+        }
+        for what, (given, why) in refused.items():
+            if given:
+                yield FieldViolation(flag, f"is {size}, and {what} {why}; leave one of them out")
 
     @property
     def needs_peers(self) -> bool:
@@ -286,7 +319,9 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; unset: main")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     threads: Count | None = Field(
-        None, description="threads of the engine on a CPU; unset: one for each core, less one from three cores on"
+        None,
+        description="threads of the engine on a CPU, of each rank; unset: one for each core, less one from three cores on, "
+        "shared out among ranks",
     )
     cpus: Cpus | None = Field(
         None,

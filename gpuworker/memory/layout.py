@@ -203,6 +203,29 @@ def pools_of(geometry: KvGeometry) -> tuple[Pool, ...]:
     )
 
 
+def of_ranks(geometry: KvGeometry, ranks: int) -> KvGeometry:
+    """Return the shape of what all ranks keep together, from that of each: they have equally many heads.
+
+    Groups stay as they are: every rank has its part of the same pages.
+    """
+    if ranks == 1 or not geometry.num_layers:
+        return geometry
+    if not geometry.shapes:
+        return replace(geometry, num_kv_heads=geometry.num_kv_heads * ranks)
+    shapes = {
+        layer: LayerShape(
+            pool.geometry.num_kv_heads * ranks,
+            pool.geometry.head_dim_k,
+            pool.geometry.head_dim_v,
+            pool.geometry.values_in_keys,
+            pool.index,
+        )
+        for pool in pools_of(geometry)
+        for layer in pool.layers
+    }
+    return replace(geometry_of(shapes, geometry.dtype, geometry.window), groups=geometry.groups)
+
+
 def numbers_a_layer(geometry: KvGeometry) -> int:
     """Return how many numbers a token has in a layer, in K and V together; the most of all layers."""
     each = (pool.geometry.num_kv_heads * kept_numbers(pool.geometry) for pool in pools_of(geometry))

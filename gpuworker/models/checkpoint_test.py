@@ -7,7 +7,7 @@ cut into other steps. The model is refused unless the logits of both are those o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +54,21 @@ def with_checkpoints(
     return found
 
 
+def follow_checkpoints(
+    model: StepModel, backend: Callable[[KvCache], AttentionBackend], geometry: KvGeometry, block_size: int
+) -> None:
+    """Run the steps that `with_checkpoints` runs, at another rank than the one that compares."""
+    if model.states is None:
+        return
+    found = with_states(geometry, model.states.layers, model.states.bytes_a_sequence, block_size)
+    if state_group(found.groups) is not None:
+        _logits(model, model.states, backend, found, _tokens(model))
+
+
+def _tokens(model: StepModel) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (_LENGTH,), generator=torch.Generator().manual_seed(1)).to(model.device)
+
+
 def _run(
     model: ReferenceModel,
     on_cache: StepModel,
@@ -61,11 +76,25 @@ def _run(
     backend: Callable[[KvCache], AttentionBackend],
     geometry: KvGeometry,
 ) -> None:
-    tokens = torch.randint(model.vocab_size, (_LENGTH,), generator=torch.Generator().manual_seed(1)).to(model.device)
+    tokens = _tokens(model)
     reference = model.reference_logits(tokens[None])
     if model.kv_dtype != dtype_name(model.dtype):
         reference = rounded_logits(model, tokens[None], reference)
-    trial = _Trial(on_cache, states, backend, geometry, tokens)
+    found, at = _logits(on_cache, states, backend, geometry, tokens)
+    wanted = torch.cat([reference[0, each.start : each.stop] for each in at])
+    what = f"{model.config.model_type} cannot be served: run from a checkpoint of its states"
+    compare_logits(found, wanted, limit_of(model, model.kv_dtype), what)
+
+
+def _logits(
+    model: StepModel,
+    states: RecurrentStates,
+    backend: Callable[[KvCache], AttentionBackend],
+    geometry: KvGeometry,
+    tokens: torch.Tensor,
+) -> tuple[torch.Tensor, Sequence[range]]:
+    """Return the logits [N, vocab] of what goes on from a checkpoint, and of which positions they are."""
+    trial = _Trial(model, states, backend, geometry, tokens)
     shared, found = _BLOCK_SIZE * _SHARED, list[torch.Tensor]()
     trial.step({_FIRST: (0, 3)})
     trial.step({_FIRST: (3, shared)})
@@ -78,9 +107,7 @@ def _run(
         first = position - _LENGTH + 2 + shared + 1
         at += [range(first, first + 1), range(position, position + 1)]
         found.append(trial.step({_FIRST: (first, first + 1), _SECOND: (position, position + 1)}))
-    wanted = torch.cat([reference[0, each.start : each.stop] for each in at])
-    what = f"{model.config.model_type} cannot be served: run from a checkpoint of its states"
-    compare_logits(torch.cat(found), wanted, limit_of(model, model.kv_dtype), what)
+    return torch.cat(found), at
 
 
 class _Trial:

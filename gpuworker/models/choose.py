@@ -28,7 +28,7 @@ from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import CACHE_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import LayerShape, geometry_of, reach_of, with_groups, with_states
-from gpuworker.models.checkpoint_test import with_checkpoints
+from gpuworker.models.checkpoint_test import follow_checkpoints, with_checkpoints
 from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,
@@ -45,10 +45,10 @@ from gpuworker.models.llama.linears import IntegersOf, LinearReader
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.plain_config import PlainConfig, plain_config
 from gpuworker.models.llama.reference import TorchReference, WeightsOf, reference_part, tested_layers
-from gpuworker.models.llama.shards import Place, Shard, ShardReader
+from gpuworker.models.llama.shards import Place, Shard, ShardReader, why_not_sharded
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
 from gpuworker.models.llama.weights import TensorOf, with_merged_experts, without_prefix
-from gpuworker.models.self_test import SHORTEST, self_test
+from gpuworker.models.self_test import SHORTEST, follow_self_test, self_test
 from gpuworker.models.threshold_test import beyond_thresholds
 from gpuworker.native import library as native
 from gpuworker.native.ranks import RankBoard, RankMemory, StepSizes
@@ -117,12 +117,26 @@ def open_native(
             _log.info("%s runs on the %s path, in %s", config.model_type, path, dtype_name(opened[0].dtype))
             return opened
     if ranks is not None:
-        what = f"is {ranks.place.size}, and only the native path of a CPU runs on several ranks: {reason}; leave it out"
+        what = f"is {ranks.place.size}, and the native path alone runs on several ranks: {reason}; leave it out"
         raise InvalidConfig(FieldViolation(TENSOR_PARALLEL, what))
     if model_impl == "native":
         raise InvalidConfig(FieldViolation("--model-impl", f"native, but the model cannot take that path: {reason}"))
     _log.info("%s runs on transformers: %s", config.model_type, reason)
     return None
+
+
+def refuse_unshardable(source: ModelSource, device: torch.device, size: int) -> None:
+    """Raise InvalidConfig for a model that so many ranks cannot run, before any of them starts."""
+    config = _config(checkpoint_directory(source.model), source, device, "auto")
+    why = why_not_native(config, source, device)
+    if why is not None or device.type != "cpu":
+        why = why or f"{device} is not a CPU"
+        what = f"is {size}, and only the native path of a CPU runs on several ranks: {why}; leave it out"
+        raise InvalidConfig(FieldViolation(TENSOR_PARALLEL, what))
+    spec = llama_spec(config)
+    assert spec is not None
+    if (why := why_not_sharded(spec, size)) is not None:
+        raise InvalidConfig(FieldViolation(TENSOR_PARALLEL, f"is {size}, which {why}"))
 
 
 def _config(directory: Path, source: ModelSource, device: torch.device, model_impl: ModelImpl) -> PretrainedConfig:
@@ -200,8 +214,12 @@ def _open(
     checkpoints &= block_size > 0
     if checkpoints:
         part = loaded.model.only(tested_layers(loaded.spec))
-        with_checkpoints(loaded.reference, backend, geometry, block_size, part)
-    beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, block_size, length))
+        if loaded.reference is None:
+            follow_checkpoints(part, backend, geometry, block_size)
+        else:
+            with_checkpoints(loaded.reference, backend, geometry, block_size, part)
+    if loaded.reference is not None:
+        beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, block_size, length))
     whole = _geometry(loaded.own_spec, geometry.dtype, context_limit(config), block_size)
     states = loaded.model.states
     if checkpoints and states is not None:
@@ -225,13 +243,13 @@ def _geometry(spec: LlamaSpec, dtype: str, limit: int, block_size: int) -> KvGeo
 class _Loaded:
     """A native model, and the model of `tested_layers` on the same weights that transformers runs.
 
-    `spec` is that of the whole model, `own_spec` that of what is this rank's.
+    `spec` is that of the whole model, `own_spec` that of what is this rank's. Rank 0 alone compares, with `reference`.
     """
 
     spec: LlamaSpec
     own_spec: LlamaSpec
     model: LlamaModel
-    reference: TransformersModel | TorchReference
+    reference: TransformersModel | TorchReference | None
 
 
 def _load(
@@ -248,7 +266,9 @@ def _load(
         model, weights_of = load_native(config, spec, weights, precision, device, ranks)
     else:
         model, weights_of = load_on_gpu(config, spec, weights, precision, device)
-    part = reference_part(config, spec, weights.tensor, weights_of, precision.dtype, device, precision.kv_dtype)
+    part = None
+    if ranks is None or not ranks.place.rank:
+        part = reference_part(config, spec, weights.tensor, weights_of, precision.dtype, device, precision.kv_dtype)
     own = model.packed.spec if isinstance(model, LlamaCpuModel) else spec
     return _Loaded(spec, own, model, part)
 
@@ -257,11 +277,13 @@ def _tested(loaded: _Loaded, backend: Backend, block_size: int, length: int = SH
     model = loaded.model
     rough = isinstance(model, LlamaCpuModel) and model.packed.rounds_activations
     layers = tested_layers(loaded.spec)
-    own = None
+    part, own = model.only(layers), None
     if loaded.own_spec is not loaded.spec:
-        config, dtype = loaded.reference.config, model.kv_dtype
-        own = _geometry(loaded.own_spec.only(layers), dtype, context_limit(config), block_size)
-    part = model.only(layers)
+        own = _geometry(loaded.own_spec.only(layers), model.kv_dtype, context_limit(model.config), block_size)
+    if loaded.reference is None:
+        assert own is not None, "the first rank compares"
+        follow_self_test(part, backend, own)
+        return own
     return self_test(loaded.reference, backend, part, rough=rough, length=length, block_size=block_size, own=own)
 
 

@@ -158,6 +158,28 @@ def self_test(
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
 
+def follow_self_test(model: StepModel, backend: Callable[[KvCache], AttentionBackend], own: KvGeometry) -> None:
+    """Run the steps that `self_test` runs on the cache, at another rank than the one that compares.
+
+    `own` is the shape of what of K/V is this rank's.
+    """
+    tokens = _tokens(model, SHORTEST)
+    nothing = torch.empty(*tokens.shape, 0)
+    cache = KvCache(own, _pages(own, tokens), _BLOCK_SIZE, model.device)
+    _run_chunked(model, _Tables(cache, len(tokens)), backend(cache), tokens, nothing)
+
+
+def _tokens(model: StepModel, length: int) -> torch.Tensor:
+    """Return two sequences of random tokens, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.vocab_size, (2, length), generator=generator).to(model.device)
+
+
+def _pages(geometry: KvGeometry, tokens: torch.Tensor) -> int:
+    blocks = tokens.numel() // _BLOCK_SIZE
+    return blocks * sum(group.pages for group in geometry.groups) if geometry.groups else blocks
+
+
 def _run(
     model: ReferenceModel,
     backend: Callable[[KvCache], AttentionBackend],
@@ -167,9 +189,7 @@ def _run(
     block_size: int,
     own: KvGeometry | None,
 ) -> KvGeometry:
-    generator = torch.Generator().manual_seed(0)
-    kind = model.config.model_type
-    tokens = torch.randint(model.vocab_size, (2, length), generator=generator).to(model.device)
+    kind, tokens = model.config.model_type, _tokens(model, length)
     reference = model.reference_logits(tokens)
     recorder = CallRecorder()
     everything = torch.arange(length, device=model.device)
@@ -182,9 +202,7 @@ def _run(
     compare_logits(packed, reference[0], limit_of(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
         reference = rounded_logits(model, tokens, reference)
-    blocks = tokens.numel() // _BLOCK_SIZE
-    pages = blocks * sum(group.pages for group in geometry.groups) if geometry.groups else blocks
-    cache = KvCache(geometry, pages, _BLOCK_SIZE, model.device)
+    cache = KvCache(geometry, _pages(geometry, tokens), _BLOCK_SIZE, model.device)
     chunked, of_eager = _run_chunked(on_cache, _Tables(cache, len(tokens)), backend(cache), tokens, reference)
     limit = _ROUGH if rough else limit_of(model, model.kv_dtype)
     compare_logits(chunked, of_eager, limit, f"{kind} cannot be served: run through the paged cache")

@@ -23,8 +23,9 @@ typedef struct {
   uint32_t met;       // how often this rank has come to a meeting
   uint32_t sleepers;  // ranks that sleep until it comes
   uint32_t begun;     // of rank 0: the steps whose tokens it has given
-  uint32_t beats;     // goes up while the process runs: its failure is found by that (gpuworker/runner/rank_watch.py)
-  uint32_t reserved[12];
+  uint32_t beats;     // goes up while the process runs (gpuworker/plane/rank_watch.py)
+  uint32_t serving;   // of rank 0: whether a rank that stands still ends the worker
+  uint32_t reserved[11];
 } quire_rank_counters;
 
 typedef struct {

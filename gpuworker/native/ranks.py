@@ -21,7 +21,10 @@ _int32, _int64, _uint32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uin
 class CountersStruct(ctypes.Structure):
     """quire_rank_counters."""
 
-    _fields_ = (*((name, _uint32) for name in ("met", "sleepers", "begun", "beats")), ("reserved", _uint32 * 12))
+    _fields_ = (
+        *((name, _uint32) for name in ("met", "sleepers", "begun", "beats", "serving")),
+        ("reserved", _uint32 * 11),
+    )
 
 
 class BoardStruct(ctypes.Structure):
@@ -71,6 +74,14 @@ class RankBoard:
 
     def beats(self, rank: int) -> int:
         return int(self.struct.ranks[rank].beats)
+
+    @property
+    def serving(self) -> bool:
+        """Whether a rank that stands still ends the worker: not while models load."""
+        return bool(self.struct.ranks[0].serving)
+
+    def serve(self) -> None:
+        self.struct.ranks[0].serving = 1
 
 
 class RankMemory:

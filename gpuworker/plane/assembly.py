@@ -23,13 +23,13 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
-from gpuworker.memory.devices import default_threads, dtype_name, pick_device
+from gpuworker.memory.devices import dtype_name, pick_device
 from gpuworker.memory.host_frames import HostFrames
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import pools_of, state_group
+from gpuworker.memory.layout import of_ranks, pools_of, state_group
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.checkpoint_test import with_checkpoints
-from gpuworker.models.choose import LlamaModel, open_native
+from gpuworker.models.choose import LlamaModel, Ranks, open_native, refuse_unshardable
 from gpuworker.models.draft_test import refuse_wrong_states
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
 from gpuworker.models.hf.model import TransformersModel
@@ -42,6 +42,7 @@ from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
 from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
+from gpuworker.plane.rank_group import Begin, MemberProcess, RankGroup, StartMember, rank_threads, start_group
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
@@ -189,6 +190,7 @@ class ModelPlane(DataPlane):
     model: TransformersModel | LlamaModel
     runner: ModelRunner
     draft: RunnerDraftModel | None = None
+    ranks: RankGroup | None = None
 
     @property
     def draft_model(self) -> RunnerDraftModel | None:
@@ -210,8 +212,8 @@ class ModelPlane(DataPlane):
         return self.runner.mask_lateness
 
 
-def assemble(settings: GpuWorkerSettings) -> ModelPlane:
-    """Load the model, test it, size the KV cache and allocate it.
+def assemble(settings: GpuWorkerSettings, start_member: StartMember = MemberProcess.start) -> ModelPlane:
+    """Load the model, test it, size the KV cache and allocate it. With several ranks `start_member` starts the others.
 
     Raises InvalidConfig when options do not fit the checkpoint or the memory, Unsupported for a model that cannot be
     served.
@@ -219,24 +221,62 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     device = pick_device(settings.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    torch.set_num_threads(settings.threads or default_threads())
+    torch.set_num_threads(rank_threads(settings))
     _use_level(settings.cpu_level)
     directory = checkpoint_directory(settings.model, revision=settings.revision)
     pooling = asked_pooling(settings.pooling, directory)
-    source = ModelSource(
+    source = source_of(settings)
+    group = None
+    if settings.tensor_parallel_size > 1:
+        refuse_unshardable(source, device, settings.tensor_parallel_size)
+        group = start_group(settings, start_member)
+    try:
+        return _assemble(settings, source, pooling, directory, device, group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def source_of(settings: GpuWorkerSettings) -> ModelSource:
+    """Return what is loaded, and how, as the options say."""
+    directory = checkpoint_directory(settings.model, revision=settings.revision)
+    return ModelSource(
         model=str(directory),
         dtype=settings.dtype,
         load_format=settings.load_format,
         seed=settings.seed,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantization=settings.quantization,
-        pooled=pooling is not None,
+        pooled=asked_pooling(settings.pooling, directory) is not None,
     )
+
+
+def asks_for_checkpoints(settings: GpuWorkerSettings) -> bool:
+    """Return whether states are to leave checkpoints, where layers keep some."""
+    directory = checkpoint_directory(settings.model, revision=settings.revision)
+    return settings.prefix_caching and asked_pooling(settings.pooling, directory) is None
+
+
+def _assemble(
+    settings: GpuWorkerSettings,
+    source: ModelSource,
+    pooling: Pooling | None,
+    directory: Path,
+    device: torch.device,
+    group: RankGroup | None,
+) -> ModelPlane:
+    """Do what `assemble` does, at rank 0 of the group if there is one."""
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
-    checkpoints = settings.prefix_caching and pooling is None
-    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints)
+    checkpoints, ranks = asks_for_checkpoints(settings), None if group is None else group.ranks
+    model, own_geometry = _open(
+        source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints, ranks
+    )
+    if group is not None:
+        group.await_loaded()
+    geometry = of_ranks(own_geometry, settings.tensor_parallel_size)
     _check_drafts(settings, model, geometry, pooling, backend)
     _tell_of_windows(model, geometry, in_graphs)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
@@ -251,21 +291,27 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     memory = plan_memory(model, geometry, limit, options_of_memory)
     if isinstance(model, LlamaCpuModel) and pooling is None:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
-    cache = allocated_cache(geometry, memory, device)
+    cache = allocated_cache(own_geometry, memory, device)
     cache.frames = _allocated_frames(cache, memory)
     _reserve_states(model, memory)
-    limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
+    if group is not None:
+        kept = max_num_seqs + _drafts(settings)
+        tokens = settings.max_num_batched_tokens
+        group.begin(Begin(memory.num_blocks, max_num_seqs, memory.max_model_len + 1, tokens, kept))
+    limits = RunnerLimits(max_num_seqs, memory.max_model_len, rank_threads(settings))
     eos = eos_token_ids(directory, settings.tokenizer)
     identity = pool_identity(settings, directory, geometry, arithmetic, pooling)
     attention = backend(cache)
     if pooling is None:
-        executor = executor_for(model, _launcher(settings, model, cache, attention, limits))
+        executor = executor_for(model, _launcher(settings, model, cache, attention, limits), group)
         runner = ModelRunner(model, cache, attention, limits, executor, eos)
         grammars = GrammarCompiler(_tokenizer_json(settings.tokenizer or directory), model.vocab_size, eos)
         runner.constrain(grammars, foresee=settings.speculation != "none")
     else:
-        executor = executor_for(model, pooling_launcher(model, attention))
+        executor = executor_for(model, pooling_launcher(model, attention), group)
         runner = ModelRunner(model, cache, attention, limits, executor, eos, Pooler(pooling))
+    if group is not None:
+        runner.also_closed.append(group.close)
     drafting = None
     if draft is not None:
         vocab, factory = model.vocab_size, executor_for(draft.model)
@@ -282,6 +328,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         facts,
         model,
         drafting,
+        ranks=group,
         images=cache.frames,
         disk=disk,
     )
@@ -345,7 +392,9 @@ def _facts(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, e
     device = model.device
     words = str(device)
     if device.type == "cpu":
-        words = _cpu_words(settings.threads or default_threads(), compute_cores(here()))
+        words = _cpu_words(rank_threads(settings), compute_cores(here()))
+        if settings.tensor_parallel_size > 1:
+            words = f"{settings.tensor_parallel_size} ranks, each {words}"
     software = f"torch {torch.__version__}"
     return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software)
 
@@ -363,13 +412,14 @@ def _open(
     block_size: int = 0,
     in_graphs: bool = False,
     checkpoints: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V.
 
     Its layers may be groups where a block size is given; not those of a model that is to run in CUDA graphs. With
     `checkpoints` its states have pages.
     """
-    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size, checkpoints)
+    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size, checkpoints, ranks)
     if native is not None:
         return native
     model = load_model(source, device)
@@ -410,9 +460,13 @@ def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry
         )
 
 
-def executor_for(model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:
+def executor_for(
+    model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None, group: RankGroup | None = None
+) -> ExecutorFactory:
     """Return the factory of the executor with the least work between two steps of a model."""
-    return native_executor if isinstance(model, LlamaCpuModel) else thread_executor(launcher)
+    if not isinstance(model, LlamaCpuModel):
+        return thread_executor(launcher)
+    return native_executor if group is None else partial(native_executor, links=group.links)
 
 
 def _launcher(
@@ -461,5 +515,6 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Poo
         pooled_tokens=pooled,
         host_memory=settings.host_memory or 0,
         disk_cache=settings.disk_cache is not None,
+        ranks=settings.tensor_parallel_size,
         needs_peers=settings.needs_peers,
     )

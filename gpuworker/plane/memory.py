@@ -72,6 +72,7 @@ class MemoryOptions:
     host_memory: int = 0  # bytes that keep blocks which leave the pool
     disk_cache: bool = False  # whether a disk keeps more of them
     needs_peers: bool = False  # whether peers are to fetch them
+    ranks: int = 1  # that share the model's steps and K/V; `geometry` is that of all of them then
 
 
 def plan_memory(
@@ -88,14 +89,14 @@ def plan_memory(
         what = f"{wanted_len} tokens were asked for; the model's positions end at {model_limit}"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
     sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
-    activations = _activations(model, geometry, sized)
+    activations = _activations(model, geometry, sized) * options.ranks
     graphs = 0
     if options.cuda_graphs and isinstance(model, LlamaGpuModel):
         graphs = graph_bytes(model, options.block_size, seqs, wanted_len)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
-    state = 0 if model.states is None else model.states.bytes_a_sequence
+    state = 0 if model.states is None else model.states.bytes_a_sequence * options.ranks
     frames, frame = _host_frames(model, geometry, options)
     room = _room(device, free, options) - activations - graphs - table - (seqs + options.drafts) * state
     if device.type == "cpu":
@@ -107,7 +108,7 @@ def plan_memory(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=_weights(model),
+        weights=_weights(model) * options.ranks,
         activations=activations,
         token_table=table,
         block_bytes=block,

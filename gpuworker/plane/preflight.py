@@ -91,7 +91,12 @@ def _level_problems(level: str, machine: Machine) -> list[FieldViolation]:
 def _thread_problems(settings: GpuWorkerSettings, cpus: int | None) -> Iterator[FieldViolation]:
     """Refuse more threads than cpus; with `--cpus` the settings did."""
     threads = settings.threads or 0
-    if settings.cpus is None and cpus is not None and threads > cpus:
+    ranks = settings.tensor_parallel_size
+    if cpus is not None and ranks > 1 and max(threads, 1) * ranks > cpus:
+        each = f" with {threads} threads each" if threads > 1 else ""
+        what = f"is {ranks}{each}, and a process may use {cpus} cpus here: ranks that share a cpu wait for each other"
+        yield FieldViolation("--tensor-parallel-size", f"{what}; use fewer ranks, or fewer --threads")
+    elif settings.cpus is None and cpus is not None and threads > cpus:
         what = f"is {threads}, and a process may use {cpus} cpus here: threads that share a cpu stall each other"
         yield FieldViolation("--threads", f"{what}; give at most {cpus}, or leave it out")
 

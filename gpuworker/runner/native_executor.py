@@ -366,7 +366,7 @@ class RankExecutor:
         """Queue a step. A step that the library refuses is refused at rank 0 too, which reports it."""
         described = self._described(plan)
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
-        self._steps.add(number, described)
+        self._steps.add(number, (described, plan))
 
     def close(self) -> None:
         self._steps.finish()
