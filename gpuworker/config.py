@@ -119,6 +119,7 @@ class EngineSettings(Settings):
         description="processes that run one worker's model together on this host: each has its heads, its part of the "
         "other weights, and its part of every block of K/V. On a CPU, for models with a forward of Quire's own; tokens "
         "come through rank 0",
+        json_schema_extra={"short": "-tp"},
     )
     rank_timeout: Seconds = Field(
         60.0, description="seconds in which the other ranks of a worker must come at its start"

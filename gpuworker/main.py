@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from common.addresses.host_port import joined_address
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.clock import SystemClock, until_tick
+from common.contracts.errors import Unavailable
 from common.contracts.lease import Attach, AttachRejected, LeaseChannel, public_incarnation
 from common.cpu_list import cpus_of
 from common.process.advertise import reachable_address
@@ -33,7 +35,7 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
-from common.settings.config import load_or_exit
+from common.settings.config import FAILED_STATUS, load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.engine import Engine
@@ -53,6 +55,7 @@ from gpuworker.server.metrics import (
     EngineCollector,
     MaskCollector,
     OrphanCollector,
+    RankCollector,
     lease_round_trips,
 )
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
@@ -70,6 +73,7 @@ SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 _LAST_REPLIES_S = 0.5
+_LAST_WORDS_S = 0.3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -199,6 +203,8 @@ class Worker:
         engine.start()
         EngineCollector(engine.load, self._registry)
         MaskCollector(plane.mask_lateness, self._registry)
+        RankCollector(plane.rank_load, self._registry)
+        plane.report_lost_rank(partial(self._end_without_rank, asyncio.get_running_loop()))
         OrphanCollector(self._servicer.orphans, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
@@ -270,6 +276,22 @@ class Worker:
             await self._server.health.not_ready()
         else:
             await self._server.ready()
+
+    def _end_without_rank(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+        """End the process after the loss of a rank, for which steps wait that nothing can stop; on another thread.
+
+        Routers hear the reason first, and keep it with the sequences that they move.
+        """
+        log.critical("the worker ends: %s", reason)
+        told = asyncio.run_coroutine_threadsafe(self._tell_of_end(reason), loop)
+        with suppress(TimeoutError):
+            told.result(_LAST_WORDS_S)
+        logging.shutdown()
+        os._exit(FAILED_STATUS)
+
+    async def _tell_of_end(self, reason: str) -> None:
+        self._servicer.fail(Unavailable(f"the worker ends: {reason}"))
+        await asyncio.sleep(_LAST_WORDS_S / 2)  # until gRPC has sent it
 
     def _running(self) -> bool:
         """Whether any work remains that a drain must wait for."""

@@ -97,6 +97,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "threads": "-t -tb --threads-batch --cpu-threads",
     "device": "-ngl --gpu-layers --n-gpu-layers -dev",
     "seed": "-s --random-seed",
+    "tensor_parallel_size": "--tp-size --tp --num-shard --sharded",
     "workers": "-dp --data-parallel-size --dp-size --dp",
     "deterministic": "--enable-deterministic-inference",
     "port": "--http-port",
@@ -116,10 +117,12 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "draft_model": "-md --model-draft --speculative-model --speculative-draft-model-path",
     "speculative": "--speculative-algorithm --spec-type",
 }
-_ONE_DEVICE: Final = "a model runs on one device; --workers N starts N replicas of it"
+_ONE_DEVICE: Final = (
+    "--tensor-parallel-size N runs a model in N processes of one host; --workers N starts N replicas of it"
+)
 # Why there is no such option -> the flags of others.
 _ABSENT: Final[Mapping[str, str]] = {
-    _ONE_DEVICE: "-tp --tensor-parallel-size --tp-size --tp --num-shard --sharded -pp --pipeline-parallel-size "
+    _ONE_DEVICE: "-pp --pipeline-parallel-size "
     "--pp-size -ts --tensor-split -sm --split-mode -mg --main-gpu --nnodes --node-rank "
     "--distributed-executor-backend --enable-expert-parallel --ep-size",
     "prefixes are always shared; --no-prefix-caching turns that off": "--enable-prefix-caching --cache-prompt",
@@ -365,7 +368,8 @@ def _add_flag(group: argparse._ArgumentGroup, key: str, info: FieldInfo) -> None
         return
     action = "append" if get_origin(info.annotation) is tuple else "store"
     bare = _extra(info, "bare") or _NO_VALUE  # the value of the flag without an argument
-    group.add_argument(flag_of(key), action=action, nargs="?", const=bare, metavar=_metavar(key, info), **common)
+    names = (*str(_extra(info, "short") or "").split(), flag_of(key))
+    group.add_argument(*names, action=action, nargs="?", const=bare, metavar=_metavar(key, info), **common)
 
 
 def _default(info: FieldInfo) -> str:

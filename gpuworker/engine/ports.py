@@ -125,6 +125,15 @@ OutputSink = Callable[[EngineOutputs], None]
 """Called on the engine's thread; it must only hand over, never block or raise."""
 
 
+class RankLoad(NamedTuple):
+    """How many ranks run a worker's steps; plans that rank 0 has sent, and the seconds of that; why the worker ends."""
+
+    ranks: int = 1
+    plans: int = 0
+    plan_seconds: float = 0.0
+    lost: str = ""
+
+
 class MaskLateness(NamedTuple):
     """Steps with constrained rows: how many sampled, how many waited for masks, and the seconds of waiting in all."""
 

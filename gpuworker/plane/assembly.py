@@ -21,7 +21,7 @@ from common.settings.options import ModelImpl
 from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.engine.ports import MaskLateness
+from gpuworker.engine.ports import MaskLateness, RankLoad
 from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import dtype_name, pick_device
 from gpuworker.memory.host_frames import HostFrames
@@ -207,6 +207,16 @@ class ModelPlane(DataPlane):
     @property
     def grammars(self) -> GrammarCompiler | None:
         return self.runner.grammars
+
+    def report_lost_rank(self, to: Callable[[str], None]) -> None:
+        if self.ranks is not None:
+            self.ranks.on_lost = to
+
+    def rank_load(self) -> RankLoad:
+        if self.ranks is None:
+            return RankLoad()
+        times = self.ranks.links.times
+        return RankLoad(self.ranks.size, times.plans, times.seconds, self.ranks.lost)
 
     def mask_lateness(self) -> MaskLateness:
         return self.runner.mask_lateness

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from common.version import quire_version
 from common.wire.identity_codec import identity_to_proto
 from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.engine.ports import MaskLateness
+from gpuworker.engine.ports import MaskLateness, RankLoad
 from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
 from gpuworker.memory.disk_frames import DiskFrames, images_made_of, open_for_worker, size_of
 from gpuworker.scheduling.batch_plan import StepRunner
@@ -164,6 +165,13 @@ class DataPlane:
     def grammars(self) -> GrammarCompiler | None:
         """The compiler of requests' constraints; None where the runner supports none."""
         return None
+
+    def report_lost_rank(self, to: Callable[[str], None]) -> None:
+        """Call `to` with the reason when a rank of the worker is lost: on another thread, to end the process at once."""
+
+    def rank_load(self) -> RankLoad:
+        """Return how many ranks run the steps, and what their plans took."""
+        return RankLoad()
 
     def mask_lateness(self) -> MaskLateness:
         """Return how often and how long sampling has waited for masks."""

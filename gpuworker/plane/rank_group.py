@@ -40,7 +40,7 @@ from gpuworker.models.llama.shards import Place
 from gpuworker.native.ranks import RankBoard, StepSizes
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, ended_words, stood_still_words
-from gpuworker.runner.rank_steps import PlanTimes, RankLinks
+from gpuworker.runner.rank_steps import RankLinks
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 
 _log = logging.getLogger(__name__)
@@ -170,10 +170,6 @@ class RankGroup:
         if self._links is None:
             self._links = RankLinks(self.connections, lambda rank, why: self.lose(f"rank {rank} {why}"))
         return self._links
-
-    @property
-    def plan_times(self) -> PlanTimes:
-        return self.links.times
 
     def await_loaded(self) -> None:
         """Wait until all ranks have loaded. Raises InvalidConfig with the reason of one that could not."""

@@ -123,7 +123,7 @@ class RankLinks:
 def received_plan(connection: Connection) -> RankPlan | None:
     """Return the next plan of rank 0; None when it sends no more."""
     try:
-        plan = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, on a pipe
+        plan = pickle.loads(connection.recv_bytes())
     except EOFError:
         return None
     assert isinstance(plan, RankPlan)

@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gpuworker.engine.ports import EngineLoad, MaskLateness
+from gpuworker.engine.ports import EngineLoad, MaskLateness, RankLoad
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.engine.transfers import Transfers
 from gpuworker.peers.carriers import CARRIERS
@@ -106,6 +106,32 @@ class MaskCollector:
             "quire:late_mask_steps", "Steps with constrained rows whose sampling waited for masks.", value=late
         )
         yield CounterMetricFamily("quire:late_mask_seconds", "For how long they waited, in all.", value=seconds)
+
+
+class RankCollector:
+    """Makes metrics of a worker's ranks at each scrape; with one rank it makes none."""
+
+    def __init__(self, load: Callable[[], RankLoad], registry: CollectorRegistry) -> None:
+        self._load = load
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        if load.ranks == 1:
+            return
+        yield GaugeMetricFamily("quire:ranks", "Processes that run the steps of this worker together.", load.ranks)
+        yield CounterMetricFamily("quire:rank_plans", "Plans of steps that rank 0 has sent.", value=load.plans)
+        yield CounterMetricFamily(
+            "quire:rank_plan_seconds",
+            "For how long the engine's thread has sent them, in all.",
+            value=load.plan_seconds,
+        )
+        lost = GaugeMetricFamily(
+            "quire:rank_lost", "1 when a rank is lost, with why: the worker ends.", labels=["reason"]
+        )
+        if load.lost:
+            lost.add_metric([load.lost], 1)
+        yield lost
 
 
 class DiskCollector:

@@ -110,6 +110,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         for stream in self._streams:
             self._beat_once(stream)
 
+    def fail(self, error: QuireError) -> None:
+        """End every stream with an error: the process ends now, and routers move the sequences."""
+        for stream in self._streams:
+            stream.fail(error)
+
     def close(self) -> None:
         """End every stream. Sequences that still run are cancelled here; their routers resubmit them elsewhere."""
         for stream in self._streams:

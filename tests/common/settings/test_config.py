@@ -159,11 +159,14 @@ def test_types_have_the_names_of_other_engines_too(given: str, dtype: str) -> No
 
 
 def test_flags_of_other_engines_are_answered_and_their_values_taken_with_them() -> None:
-    found = violations("--ctx-size", "4096", "-tp=2", "-m", "x", "--page-size", "17", "--port", "x", "stray")
-    one_device = "is not there: a model runs on one device; --workers N starts N replicas of it"
+    found = violations("--ctx-size", "4096", "-pp=2", "-m", "x", "--page-size", "17", "--port", "x", "stray")
+    one_device = (
+        "is not there: --tensor-parallel-size N runs a model in N processes of one host; --workers N starts N replicas"
+        " of it"
+    )
     assert found == {
         "--ctx-size": "is not an option here; `quire serve` has --max-model-len",
-        "-tp": one_device,
+        "-pp": one_device,
         "-m": "is not an option here; `quire serve` has --model",
         "--page-size": "is not an option here; --block-size is the same",
         "--port": "is 'x'; expected a valid integer",
