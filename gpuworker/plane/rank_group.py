@@ -86,6 +86,10 @@ class Member(Protocol):
         """Wait until it has ended, and kill it after so many seconds."""
         ...
 
+    def kill(self) -> None:
+        """Kill it, whether it runs or stands still."""
+        ...
+
 
 class StartMember(Protocol):
     """Starts the process of a rank, with its end of a connection and the memory that ranks share."""
@@ -114,6 +118,9 @@ class MemberProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def kill(self) -> None:
+        self.process.kill()
 
 
 def rank_facts(settings: GpuWorkerSettings) -> dict[str, str]:
@@ -202,6 +209,8 @@ class RankGroup:
         with self._lock:
             first, self.lost = not self.lost, self.lost or reason
         if first and not self._closing.is_set():
+            for member in self.members.values():
+                member.kill()  # one that stands still would outlive this process
             self.on_lost(reason)
         self._closing.wait()
 

@@ -38,6 +38,9 @@ class RankThread:
     def status(self) -> int | None:
         return None
 
+    def kill(self) -> None:
+        raise AssertionError("no thread can be killed")
+
     def end(self, seconds: float) -> None:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the rank goes on"
