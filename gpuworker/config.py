@@ -321,8 +321,8 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     threads: Count | None = Field(
         None,
-        description="threads of the engine on a CPU, of each rank; unset: one for each core, less one from three cores on, "
-        "shared out among ranks",
+        description="threads of the engine on a CPU, of each rank; unset: one for each core, less one from three cores "
+        "on, shared out among ranks",
     )
     cpus: Cpus | None = Field(
         None,

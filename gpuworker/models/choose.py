@@ -96,8 +96,8 @@ def open_native(
 ) -> tuple[LlamaModel, KvGeometry] | None:
     """Return a model that passed its test on the native path, and the shape of its K/V; None: it runs on transformers.
 
-    With a block size its layers may be groups, and with `checkpoints` its states have one of their own. With `ranks` the
-    model and its K/V are what is this rank's. All ranks call this at once, for the test takes all of them.
+    With a block size its layers may be groups, and with `checkpoints` its states have one of their own. With `ranks`
+    the model and its K/V are what is this rank's. All ranks call this at once, for the test takes all of them.
     Says in the log which path a model takes and why. Raises InvalidConfig when the checkpoint cannot be read, or when
     `model_impl` asks for the native path and the model cannot take it.
     """
@@ -109,7 +109,7 @@ def open_native(
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
-            opened = _open(directory, config, source, device, backend, block_size, checkpoints, ranks)
+            opened = _open(config, source, device, backend, block_size, checkpoints, ranks)
         except Unsupported as error:
             reason = str(error)
         else:
@@ -189,7 +189,6 @@ def native_precision(source: ModelSource, config: PretrainedConfig, device: torc
 
 
 def _open(
-    directory: Path,
     config: PretrainedConfig,
     source: ModelSource,
     device: torch.device,
@@ -199,7 +198,7 @@ def _open(
     ranks: Ranks | None,
 ) -> tuple[LlamaModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, with the reason, when a test fails."""
-    precision = native_precision(source, config, device)
+    precision, directory = native_precision(source, config, device), checkpoint_directory(source.model)
     try:
         with telling_progress(directory):
             weights = _reader(directory, config, source, precision, device)
@@ -301,7 +300,7 @@ def load_native(
     device: torch.device,
     ranks: Ranks | None = None,
 ) -> tuple[LlamaCpuModel, WeightsOf]:
-    """Return a model for the native library, or what of it is this rank's, and the weights that all ranks multiply by."""
+    """Return a model for the native library, or this rank's part of it, and the weights that all ranks multiply by."""
     library = native.best()
     assert library is not None
     reader = LinearReader(weights.tensor, weights.integers, precision.dtype, precision.quantization)

@@ -281,9 +281,8 @@ def _assemble(
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
     checkpoints, ranks = asks_for_checkpoints(settings), None if group is None else group.ranks
-    model, own_geometry = _open(
-        source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints, ranks
-    )
+    layers = _Layers(settings.block_size, in_graphs, checkpoints)
+    model, own_geometry = _open(source, device, settings.model_impl, backend, layers, ranks)
     if group is not None:
         group.await_loaded()
     geometry = of_ranks(own_geometry, settings.tensor_parallel_size)
@@ -304,10 +303,7 @@ def _assemble(
     cache = allocated_cache(own_geometry, memory, device)
     cache.frames = _allocated_frames(cache, memory)
     _reserve_states(model, memory)
-    if group is not None:
-        kept = max_num_seqs + _drafts(settings)
-        tokens = settings.max_num_batched_tokens
-        group.begin(Begin(memory.num_blocks, max_num_seqs, memory.max_model_len + 1, tokens, kept))
+    _begin_ranks(group, settings, memory)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, rank_threads(settings))
     eos = eos_token_ids(directory, settings.tokenizer)
     identity = pool_identity(settings, directory, geometry, arithmetic, pooling)
@@ -414,14 +410,31 @@ def _cpu_words(threads: int, cores: int) -> str:
     return f"cpu with {of}"
 
 
+def _begin_ranks(group: RankGroup | None, settings: GpuWorkerSettings, memory: BytePlan) -> None:
+    """Let the other ranks allocate what this one has allocated, where there are some."""
+    if group is not None:
+        kept, tokens = memory.max_num_seqs + _drafts(settings), settings.max_num_batched_tokens
+        group.begin(Begin(memory.num_blocks, memory.max_num_seqs, memory.max_model_len + 1, tokens, kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """How the layers of a model may keep K, V and states: see `_open`."""
+
+    block_size: int = 0
+    in_graphs: bool = False
+    checkpoints: bool = False
+
+
+_ONE_GROUP = _Layers()
+
+
 def _open(
     source: ModelSource,
     device: torch.device,
     model_impl: ModelImpl,
     backend: BackendFactory,
-    block_size: int = 0,
-    in_graphs: bool = False,
-    checkpoints: bool = False,
+    layers: _Layers = _ONE_GROUP,
     ranks: Ranks | None = None,
 ) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V.
@@ -429,7 +442,9 @@ def _open(
     Its layers may be groups where a block size is given; not those of a model that is to run in CUDA graphs. With
     `checkpoints` its states have pages.
     """
-    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size, checkpoints, ranks)
+    block_size, checkpoints = layers.block_size, layers.checkpoints
+    native_size = 0 if layers.in_graphs else block_size
+    native = open_native(source, device, model_impl, backend, native_size, checkpoints, ranks)
     if native is not None:
         return native
     model = load_model(source, device)

@@ -167,7 +167,7 @@ class DataPlane:
         return None
 
     def report_lost_rank(self, to: Callable[[str], None]) -> None:
-        """Call `to` with the reason when a rank of the worker is lost: on another thread, to end the process at once."""
+        """Call `to` with the reason when a rank of the worker is lost, on another thread: the process is to end."""
 
     def rank_load(self) -> RankLoad:
         """Return how many ranks run the steps, and what their plans took."""

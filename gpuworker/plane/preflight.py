@@ -7,6 +7,7 @@ a loaded model shows is checked later, by `plane/memory.py` and the self-test.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,13 +46,14 @@ class Machine:
     processor: frozenset[str] = frozenset()  # its flags
     triton: str | None = None
     cpus: int | None = None  # that this process may use
+    world_size: str = ""  # of a launcher such as torchrun, or of a LeaderWorkerSet
 
     @classmethod
     def here(cls) -> Machine:
         torch = _version("torch")
         devices = 0 if torch is not None and torch.endswith("+cpu") else _cuda_devices()
         found = (available_bytes(), address_space(), processor_flags(), _version("triton"), len(allowed_cpus()))
-        return cls(torch, devices, *found)
+        return cls(torch, devices, *found, os.environ.get("WORLD_SIZE", ""))
 
 
 def refuse_impossible(settings: GpuWorkerSettings, directory: Path) -> None:
@@ -68,6 +70,7 @@ def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, wor
     if settings.simulate is not None:
         return []
     found = [*_level_problems(settings.cpu_level, machine), *_thread_problems(settings, machine.cpus)]
+    found += _launcher_problems(settings, machine)
     of_draft = draft_problems(settings, directory, machine.available_bytes, workers)
     if why := why_not_served(read_config(directory), known_kinds()):
         found.append(FieldViolation("--model", why))
@@ -99,6 +102,13 @@ def _thread_problems(settings: GpuWorkerSettings, cpus: int | None) -> Iterator[
     elif settings.cpus is None and cpus is not None and threads > cpus:
         what = f"is {threads}, and a process may use {cpus} cpus here: threads that share a cpu stall each other"
         yield FieldViolation("--threads", f"{what}; give at most {cpus}, or leave it out")
+
+
+def _launcher_problems(settings: GpuWorkerSettings, machine: Machine) -> Iterator[FieldViolation]:
+    """Refuse a place among processes that a launcher has started: each would be a whole worker."""
+    if settings.tensor_parallel_size > 1 and machine.world_size not in ("", "1"):
+        what = f"is {machine.world_size}, and the ranks of a worker are on one host, where it starts them itself"
+        yield FieldViolation("WORLD_SIZE", f"{what}; unset it, and start one worker on each host")
 
 
 def _pooling_problems(settings: GpuWorkerSettings, directory: Path) -> Sequence[FieldViolation]:

@@ -1,5 +1,4 @@
-"""The ranks of one worker, tensor parallel, on one host: rank 0 starts the others, checks that they agree, and watches
-them.
+"""The ranks of one worker on one host: rank 0 starts the others, checks that they agree, and watches them.
 
     rank 0                                   another rank
     start -- options, place, memory ------->
@@ -10,7 +9,8 @@ them.
           ------- sizes of pool and steps ->
           ------- a plan for each step ---->
 
-Each rank beats in memory that all share. A rank that ends or stands still ends the worker: its routers move the streams.
+Each rank beats in memory that all share. A rank that ends or stands still ends the worker, whose routers move the
+streams.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MemberProcess:
 
 
 def rank_facts(settings: GpuWorkerSettings) -> dict[str, str]:
-    """Return what all ranks of a worker must have alike; torch is named, for its threads are shared with our kernels."""
+    """Return what all ranks of a worker must have alike."""
     import torch
 
     from gpuworker.native import library as native
@@ -187,7 +187,7 @@ class RankGroup:
             self.weight_bytes[rank] = answer.weight_bytes
 
     def begin(self, begin: Begin) -> None:
-        """Let all ranks allocate their parts of the pool, and wait for them; from now on one that stands still is lost."""
+        """Let all ranks allocate their parts of the pool, and wait; from now on a rank that stands still is lost."""
         for connection in self.connections.values():
             connection.send(begin)
         for rank, connection in self.connections.items():

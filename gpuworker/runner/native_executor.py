@@ -121,10 +121,8 @@ class _Checkpoints:
 class Forwards:
     """Describes steps up to their forward, as every rank runs them."""
 
-    def __init__(
-        self, model: LlamaCpuModel, attention: NativeParts, threads: int, cache: KvCache, store: StateStore | None
-    ) -> None:
-        """`store` copies states into pages, where the cache has checkpoints of them."""
+    def __init__(self, model: LlamaCpuModel, attention: NativeParts, threads: int, cache: KvCache) -> None:
+        store = StateStore(cache) if state_group(cache.geometry.groups) is not None else None
         self._model, self._attention, self._threads, self._pools = model, attention, threads, _pools_of(cache)
         self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
 
@@ -203,14 +201,13 @@ class NativeExecutor:
         failures: Failures,
         threads: int,
         cache: KvCache,
-        store: StateStore | None = None,
         links: RankLinks | None = None,
     ) -> None:
-        """`store` copies states into pages, where the cache has checkpoints of them. `links` are to the other ranks."""
+        """`links` are to the other ranks, where there are some."""
         self._frames, self._links = cache.frames, links
         self._model, self._tokens, self._failures = model, tokens, failures
         self._threads = threads
-        self._forwards = Forwards(model, attention, threads, cache, store)
+        self._forwards = Forwards(model, attention, threads, cache)
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._copied = 0.0  # seconds of the copies ahead of the next step that is collected
@@ -358,7 +355,7 @@ class RankExecutor:
 
     def __init__(self, model: LlamaCpuModel, attention: NativeParts, cache: KvCache, threads: int) -> None:
         library = model.packed.library
-        self._forwards = Forwards(model, attention, threads, cache, _store_of(cache))
+        self._forwards = Forwards(model, attention, threads, cache)
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._steps = InFlightSteps(self._queue.wait)
 
@@ -385,10 +382,6 @@ class RankExecutor:
         return described
 
 
-def _store_of(cache: KvCache) -> StateStore | None:
-    return StateStore(cache) if state_group(cache.geometry.groups) is not None else None
-
-
 def native_executor(parts: ExecutorParts, links: RankLinks | None = None) -> NativeExecutor:
     """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
     model = parts.model
@@ -396,8 +389,7 @@ def native_executor(parts: ExecutorParts, links: RankLinks | None = None) -> Nat
         raise TypeError(f"{type(model).__name__} has no native call")
     attention = model.parts_of(parts.attention)
     model.extend_rope(parts.tokens.width)
-    store = _store_of(parts.cache)
-    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, parts.cache, store, links)
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, parts.cache, links)
 
 
 def _pools_of(cache: KvCache) -> ctypes.Array[CacheStruct]:

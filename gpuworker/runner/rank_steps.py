@@ -1,8 +1,8 @@
 """Steps at several ranks, tensor parallel: rank 0 sends each plan one way, and the others run it as it does.
 
-A plan says which tokens, pages and places a step has, never which tokens were sampled: those come through the memory that
-ranks share, when the step begins (`share_tokens` of gpuworker/native/ranks.h). So plans go ahead of steps, and two steps
-are in flight at every rank.
+A plan says which positions, pages and places a step has, never which tokens were sampled: those come through the memory
+that ranks share, when the step begins (`share_tokens` of gpuworker/native/ranks.h). So plans go ahead of steps, and two
+steps are in flight at every rank.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PlanTimes:
 
 @dataclass(slots=True)
 class RankLinks:
-    """Rank 0's connections to the others. `lost` is called with a rank that does not take a plan; it must not return."""
+    """Rank 0's connections to the others. `lost` is called with a rank that takes no plan; it must not return."""
 
     connections: Mapping[int, Connection]
     lost: Callable[[int, str], None]

@@ -80,3 +80,31 @@ def test_a_data_port_needs_host_memory_and_a_data_address_needs_a_data_port() ->
         "--carrier is nixl, and blocks come from other workers by --data-port alone; add it"
     ]
     assert problems(carrier="nixl", data_port=0, host_memory="1GiB") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_memory": "1GiB"}, "--host-memory moves whole blocks, and each of 2 ranks has a part of every block"),
+        ({"model_impl": "transformers"}, "--tensor-parallel-size is 2, and --model-impl transformers is run by one"),
+        (
+            {"deterministic": True},
+            "--tensor-parallel-size is 2, and --deterministic is promised between workers of one",
+        ),
+        ({"quantization": "auto"}, "--tensor-parallel-size is 2, and --quantization auto is chosen by times, which"),
+        ({"draft_model": "d"}, "--tensor-parallel-size is 2, and --draft-model is run by one process; use"),
+        ({"simulate": "base=1ms"}, "--tensor-parallel-size is 2, and --simulate runs no model that could be cut"),
+        ({"device": "cuda:0"}, "--tensor-parallel-size is 2, and --device cuda:0 has ranks on CPUs alone, so far"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_ranks_do_not_do_is_refused(options: dict[str, object], said: str) -> None:
+    (found,) = problems(tensor_parallel_size=2, **options)
+    assert found.startswith(said)
+    assert not [each for each in problems(**options) if "tensor-parallel" in each]
+
+
+def test_there_are_at_most_16_ranks() -> None:
+    assert GpuWorkerSettings(model="m", tensor_parallel_size=16).tensor_parallel_size == 16
+    with pytest.raises(ValueError, match="less than or equal to 16"):
+        GpuWorkerSettings(model="m", tensor_parallel_size=17)

@@ -1,11 +1,11 @@
 """How the weights of a model of the Llama family are cut for ranks, tensor parallel. Which rank has what is pure.
 
-    columns of the product (rows of a weight)  q, k, v by heads; gate and up; embedding and last linear by vocabulary
-    rows of the product (inputs of a weight)   what follows: output by heads, down
-    whole at each rank                         norms, routers, what layers of Gemma 4 take of tokens besides
+    outputs of a product  q, k, v by heads; gate and up; embedding and last linear by vocabulary
+    inputs of a product   what follows: output by heads, down
+    whole at each rank    norms, routers, what layers of Gemma 4 take of tokens besides
 
-Heads of K and V are at several ranks where there are fewer of them. A short convolution is cut by channels, a gated delta
-rule by its key heads with their value heads. A bias behind a cut of inputs is at rank 0 alone: parts are added up.
+Heads of K and V are at several ranks where there are fewer of them. A short convolution is cut by channels, a gated
+delta rule by its key heads with their value heads. A bias behind a cut of inputs is at rank 0 alone.
 """
 
 from __future__ import annotations

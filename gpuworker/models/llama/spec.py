@@ -144,9 +144,10 @@ class LlamaSpec:
     embedding are the weights of the last linear. `names` says how a checkpoint names its tensors: "llama", "lfm2" or
     "gemma4". Where `gemma` is there, it has the sizes in which layers differ.
 
-    `kinds` are those of layers where some keep a state, ATTENTION, CONV or DELTA. Those of CONV convolve `taps` inputs of
-    `conv_size` channels (0: `hidden_size`), and so do those of DELTA before their rule. `rotary_dim`: rope rotates so many numbers of a head (None: all);
-    `gated`: what is attended is multiplied by the sigmoid of a gate; `centred`: weights of norms are stored less 1.
+    `kinds` are those of layers where some keep a state, ATTENTION, CONV or DELTA. Those of CONV convolve `taps` inputs
+    of `conv_size` channels (0: `hidden_size`), and so do those of DELTA before their rule. `rotary_dim`: rope rotates
+    so many numbers of a head (None: all); `gated`: what is attended is multiplied by the sigmoid of a gate; `centred`:
+    weights of norms are stored less 1.
     """
 
     num_layers: int

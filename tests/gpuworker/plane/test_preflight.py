@@ -269,3 +269,26 @@ def test_a_disk_cache_needs_a_folder_and_checksums(
     monkeypatch.undo()
     words = f"is {tmp_path}/file, which cannot be written; name another folder"
     assert found(folder, CPU, *flags, str(tmp_path / "file")) == {"--disk-cache": words}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-tp", "4"), "is 4, and a process may use 2 cpus here: ranks that share a cpu wait for each other; use"),
+        (("-tp", "2", "--threads", "2"), "is 2 with 2 threads each, and a process may use 2 cpus here"),
+    ],
+)
+def test_ranks_beyond_the_cpus_are_refused(flags: tuple[str, ...], said: str, folder: Path) -> None:
+    problem = found(folder, replace(CPU, cpus=2), *flags)
+    assert list(problem) == ["--tensor-parallel-size"]
+    assert said in problem["--tensor-parallel-size"]
+    assert not found(folder, replace(CPU, cpus=2), "-tp", "2", "--threads", "1")
+
+
+def test_ranks_that_a_launcher_started_are_refused(folder: Path) -> None:
+    launched = replace(CPU, cpus=2, world_size="2")
+    assert found(folder, launched, "-tp", "2") == {
+        "WORLD_SIZE": "is 2, and the ranks of a worker are on one host, where it starts them itself; unset it, and "
+        "start one worker on each host"
+    }
+    assert not found(folder, launched), "one rank asks for nothing of a launcher"

@@ -1,0 +1,137 @@
+"""How a worker's ranks come together: who does not come, who differs, and who is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+
+import pytest
+
+from common.contracts.errors import InvalidConfig
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.plane.rank_group import Begin, Loaded, RankGroup, Start, rank_facts, start_group
+from tests.support.checkpoints import checkpoint
+from tests.support.gpuworker.engine_harness import PATIENCE
+
+Says = Callable[[Mapping[str, str]], Mapping[str, str] | None]
+
+
+class FakeMember:
+    """Says what a test wants in its greeting, and answers what follows."""
+
+    def __init__(self, says: Says, status: int | None, connection: socket.socket, facts: Mapping[str, str]) -> None:
+        self._link, self._status, self.killed = Connection(os.dup(connection.fileno())), status, False
+        self._says, self._facts = says, facts
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            assert isinstance(self._link.recv(), Start)
+            said = self._says(self._facts)
+            if said is None:
+                return
+            self._link.send(said)
+            self._link.recv()
+            self._link.send(Loaded(77))
+            assert isinstance(self._link.recv(), Begin)
+            self._link.send(Loaded(77))
+        except (EOFError, OSError):
+            pass
+
+    def end_with(self, status: int) -> None:
+        self._status = status
+
+    def status(self) -> int | None:
+        return self._status
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def end(self, seconds: float) -> None:
+        self._link.close()
+
+
+class Group:
+    def __init__(
+        self, says: Mapping[int, Says], ranks: int = 3, status: int | None = None, timeout: float = 60
+    ) -> None:
+        self.settings = GpuWorkerSettings(
+            model=str(checkpoint("llama")), tensor_parallel_size=ranks, rank_timeout=timeout, max_model_len=64
+        )
+        facts = rank_facts(self.settings)
+        self.members: dict[int, FakeMember] = {}
+        self.reasons: list[str] = []
+        self.lost = threading.Event()
+
+        def start(rank: int, connection: socket.socket, board: int) -> FakeMember:
+            self.members[rank] = FakeMember(says.get(rank, lambda own: own), status, connection, facts)
+            return self.members[rank]
+
+        self._start = start
+
+    def open(self) -> RankGroup:
+        return start_group(self.settings, self._start, self._on_lost)
+
+    def _on_lost(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.lost.set()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    group = Group({2: lambda own: None}, timeout=0.2)
+    with pytest.raises(InvalidConfig) as refused:
+        group.open()
+    (found,) = refused.value.violations
+    assert found.field == "--rank-timeout"
+    assert found.description == "rank 2 did not come within 0.2 s; its log lines say why, or give it longer"
+
+
+def test_a_rank_that_ended_before_it_came_is_told_apart() -> None:
+    group = Group({1: lambda own: None, 2: lambda own: None}, status=-signal.SIGSEGV, timeout=0.1)
+    with pytest.raises(InvalidConfig, match="rank 1 was ended by SIGSEGV; rank 2 was ended by SIGSEGV"):
+        group.open()
+
+
+def test_each_difference_between_ranks_is_a_line() -> None:
+    other = {"version": "0.0.1"}
+    group = Group({1: lambda own: {**own, **other}, 2: lambda own: {**own, "the checkpoint": "ff"}})
+    with pytest.raises(InvalidConfig) as refused:
+        group.open()
+    first, second = (each.description for each in refused.value.violations)
+    assert first.startswith("rank 1 has version 0.0.1, and rank 0 has ")
+    assert second.startswith("rank 2 has the checkpoint ff, and rank 0 has ")
+    assert second.endswith("; start all alike")
+
+
+def test_a_rank_that_ends_while_steps_run_ends_the_worker_and_the_others() -> None:
+    group = Group({})
+    opened = group.open()
+    try:
+        opened.await_loaded()
+        opened.begin(Begin(1, 1, 1, 1, 1))
+        assert opened.weight_bytes == {1: 77, 2: 77}
+        group.members[2].end_with(-signal.SIGKILL)
+        assert group.lost.wait(PATIENCE)
+        assert group.reasons == [opened.lost] == ["rank 2 was ended by SIGKILL"]
+        assert all(member.killed for member in group.members.values())
+    finally:
+        opened.close()
+
+
+def test_a_rank_without_beats_is_lost_once_the_worker_serves() -> None:
+    """These members never beat: that counts from `begin` on, and not while models load."""
+    group = Group({}, ranks=2)
+    opened = group.open()
+    try:
+        opened.await_loaded()
+        assert not group.reasons
+        opened.begin(Begin(1, 1, 1, 1, 1))
+        assert group.lost.wait(PATIENCE)
+        assert group.reasons == ["rank 1 stood still for 1.2 s"]
+    finally:
+        opened.close()
