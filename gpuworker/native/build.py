@@ -79,7 +79,7 @@ _NEW = {
 _LONGEST = ("linear_tile", "linear_tile_bf16", "attention_rows", "attention", "attention_tiles")
 # What a run of the compiler takes besides, as each run reads headers for half a second. All of it read the same macros.
 _BESIDES = {
-    "attention": ("experts", "follow", "library", "sample", "step_queue", "whole_step"),
+    "attention": ("experts", "follow", "library", "ranks", "sample", "step_queue", "whole_step"),
     "linear": ("llama",),
     "linear_tile": ("linear_tile_whole",),
 }

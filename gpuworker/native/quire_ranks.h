@@ -47,6 +47,15 @@ typedef struct {
 QUIRE_API int64_t quire_ranks_bytes(void);
 QUIRE_API int64_t quire_rank_board_bytes(void);
 
+// A thread that moves the `beats` of a rank on, which no Python code can delay.
+typedef struct quire_beat quire_beat;
+
+// Starts it, with so many seconds between two beats; null when it cannot be started.
+QUIRE_API quire_beat *quire_beat_start(quire_rank_board *board, int32_t rank, double seconds);
+
+// Ends the thread.
+QUIRE_API void quire_beat_stop(quire_beat *);
+
 #ifdef __cplusplus
 }
 #endif

@@ -68,10 +68,6 @@ class RankBoard:
         """Return the board of new ranks. Raises OSError where the system gives no memory to share."""
         return cls(os.memfd_create("quire-ranks", os.MFD_CLOEXEC))
 
-    def beat(self, rank: int) -> None:
-        """Show that a rank runs; only this rank calls it."""
-        self.struct.ranks[rank].beats += 1  # a ctypes integer of 32 bits wraps around
-
     def beats(self, rank: int) -> int:
         return int(self.struct.ranks[rank].beats)
 
@@ -82,6 +78,26 @@ class RankBoard:
 
     def serve(self) -> None:
         self.struct.ranks[0].serving = 1
+
+
+class Beat:
+    """A native thread that beats for a rank: a process that runs beats, whatever its Python code does."""
+
+    def __init__(self, library: ctypes.CDLL, board: RankBoard, rank: int, seconds: float) -> None:
+        """Raises OSError when the thread cannot be started."""
+        start, self._stop = library.quire_beat_start, library.quire_beat_stop
+        start.argtypes, start.restype = (_pointer, _int32, ctypes.c_double), _pointer
+        self._stop.argtypes, self._stop.restype = (_pointer,), None
+        self._board = board
+        self._beat = start(ctypes.addressof(board.struct), rank, seconds)
+        if not self._beat:
+            raise OSError("the thread that beats for a rank could not be started")
+
+    def close(self) -> None:
+        """End the thread; a second call does nothing."""
+        beat, self._beat = self._beat, None
+        if beat:
+            self._stop(beat)
 
 
 class RankMemory:

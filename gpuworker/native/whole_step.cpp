@@ -72,8 +72,6 @@ extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copie
 }
 
 extern "C" int64_t quire_whole_step_bytes(void) { return sizeof(quire_whole_step); }
-extern "C" int64_t quire_ranks_bytes(void) { return sizeof(quire_ranks); }
-extern "C" int64_t quire_rank_board_bytes(void) { return sizeof(quire_rank_board); }
 extern "C" int64_t quire_sample_row_bytes(void) { return sizeof(quire_sample_row); }
 
 extern "C" int32_t quire_run_step(void* argument) {

@@ -210,7 +210,7 @@ class ModelPlane(DataPlane):
 
     def report_lost_rank(self, to: Callable[[str], None]) -> None:
         if self.ranks is not None:
-            self.ranks.on_lost = to
+            self.ranks.serve(to)
 
     def rank_load(self) -> RankLoad:
         if self.ranks is None:

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, Protocol
 
+import torch
+
 from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.errors import EngineFailure, FieldViolation, InvalidConfig
@@ -37,7 +39,8 @@ from gpuworker.memory.byte_plan import max_scored_tokens
 from gpuworker.memory.devices import default_threads
 from gpuworker.models.choose import TENSOR_PARALLEL, Ranks
 from gpuworker.models.llama.shards import Place
-from gpuworker.native.ranks import RankBoard, StepSizes
+from gpuworker.native import library as native
+from gpuworker.native.ranks import Beat, RankBoard, StepSizes
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, ended_words, stood_still_words
 from gpuworker.runner.rank_steps import RankLinks
@@ -125,10 +128,6 @@ class MemberProcess:
 
 def rank_facts(settings: GpuWorkerSettings) -> dict[str, str]:
     """Return what all ranks of a worker must have alike."""
-    import torch
-
-    from gpuworker.native import library as native
-
     directory = checkpoint_directory(settings.model, revision=settings.revision)
     library = native.best()
     return {
@@ -160,6 +159,7 @@ class RankGroup:
     board: RankBoard
     members: Mapping[int, Member]
     connections: Mapping[int, Connection]
+    beat: Beat
     on_lost: Callable[[str], None] = end_worker
     weight_bytes: dict[int, int] = field(default_factory=dict)
     lost: str = ""
@@ -187,18 +187,23 @@ class RankGroup:
             self.weight_bytes[rank] = answer.weight_bytes
 
     def begin(self, begin: Begin) -> None:
-        """Let all ranks allocate their parts of the pool, and wait; from now on a rank that stands still is lost."""
+        """Let all ranks allocate their parts of the pool, and wait until they have."""
         for connection in self.connections.values():
             connection.send(begin)
         for rank, connection in self.connections.items():
             answer = self._answer(rank, connection)
             if answer.failure:
                 raise InvalidConfig(FieldViolation(TENSOR_PARALLEL, f"rank {rank} cannot begin: {answer.failure}"))
+
+    def serve(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` from now on, also for a rank that stands still."""
+        self.on_lost = on_lost
         self.board.serve()
 
     def close(self) -> None:
         """End the other ranks; all steps are over."""
         self._closing.set()
+        self.beat.close()
         for connection in self.connections.values():
             connection.close()
         for member in self.members.values():
@@ -218,7 +223,6 @@ class RankGroup:
         """Look at the other ranks until the group closes; the body of a thread."""
         watch: BeatWatch | None = None
         while not self._closing.wait(LOOK_S):
-            self.board.beat(0)
             for rank, member in self.members.items():
                 status = member.status()
                 if status is not None and not self._closing.is_set():
@@ -267,7 +271,10 @@ def start_group(
         other.close()
         connections[rank] = Connection(own.detach())
         connections[rank].send(Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
-    group = RankGroup(Ranks(Place(0, size), board, sizes), board, members, connections, on_lost)
+    library = native.best()
+    assert library is not None, "ranks run the native path"
+    beat = Beat(library, board, 0, LOOK_S)
+    group = RankGroup(Ranks(Place(0, size), board, sizes), board, members, connections, beat, on_lost)
     try:
         _greet(settings, group)
     except InvalidConfig:

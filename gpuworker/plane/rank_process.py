@@ -27,8 +27,9 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import Ranks, open_native
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.shards import Place
+from gpuworker.native import library as native
 from gpuworker.native.library import use_level
-from gpuworker.native.ranks import RankBoard, StepSizes
+from gpuworker.native.ranks import Beat, RankBoard, StepSizes
 from gpuworker.plane.assembly import asks_for_checkpoints, source_of
 from gpuworker.plane.rank_group import Begin, Loaded, Start, rank_facts, rank_threads
 from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, stood_still_words
@@ -45,6 +46,17 @@ def run_rank(connection: Connection, board: RankBoard) -> None:
     settings = GpuWorkerSettings.model_validate_json(start.settings)
     torch.set_num_threads(rank_threads(settings))
     use_level(settings.cpu_level)
+    library = native.best()
+    assert library is not None, "rank 0 has one"
+    beat = Beat(library, board, start.rank, LOOK_S)
+    try:
+        _run(connection, board, start, settings)
+    finally:
+        beat.close()
+
+
+def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWorkerSettings) -> None:
+    """Load, and run steps until the connection ends."""
     connection.send(rank_facts(settings))
     connection.recv()  # it is closed where ranks differ
     options = BackendOptions(deterministic=settings.deterministic)
@@ -81,18 +93,17 @@ def run_rank(connection: Connection, board: RankBoard) -> None:
     executor.close()
 
 
-def beat(board: RankBoard, rank: int, parent: int) -> None:
-    """Beat while rank 0 lives, and kill it when it stands still; the body of a thread."""
+def watch_first(board: RankBoard, parent: int) -> None:
+    """Follow rank 0: end with it, and kill it when it stands still while it serves; the body of a thread."""
     watch: BeatWatch | None = None
     while os.getppid() == parent:
-        board.beat(rank)
         time.sleep(LOOK_S)
         beats, now = {0: board.beats(0)}, time.monotonic()
-        if not beats[0]:
+        if not board.serving:
             continue
         if watch is None:
             watch = BeatWatch(beats, now)
-        elif watch.still(beats, now) is not None and board.serving:
+        elif watch.still(beats, now) is not None:
             _log.critical("the worker ends: %s", stood_still_words(0))
             os.kill(parent, signal.SIGKILL)
             break
@@ -106,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging(f"rank {rank}", "warning", "text")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 drains, and ends the others then
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=beat, args=(board, rank, parent), name="quire-beat", daemon=True).start()
+    threading.Thread(target=watch_first, args=(board, parent), name="quire-watch", daemon=True).start()
     try:
         run_rank(link, board)
     except (EOFError, BrokenPipeError, ConnectionResetError):

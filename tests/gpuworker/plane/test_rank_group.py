@@ -75,9 +75,9 @@ class Group:
         self._start = start
 
     def open(self) -> RankGroup:
-        return start_group(self.settings, self._start, self._on_lost)
+        return start_group(self.settings, self._start, self.note_loss)
 
-    def _on_lost(self, reason: str) -> None:
+    def note_loss(self, reason: str) -> None:
         self.reasons.append(reason)
         self.lost.set()
 
@@ -124,13 +124,15 @@ def test_a_rank_that_ends_while_steps_run_ends_the_worker_and_the_others() -> No
 
 
 def test_a_rank_without_beats_is_lost_once_the_worker_serves() -> None:
-    """These members never beat: that counts from `begin` on, and not while models load."""
+    """These members never beat: that counts from `serve` on, and not while models load."""
     group = Group({}, ranks=2)
     opened = group.open()
     try:
         opened.await_loaded()
-        assert not group.reasons
         opened.begin(Begin(1, 1, 1, 1, 1))
+        assert not opened.board.serving
+        assert not group.reasons
+        opened.serve(group.note_loss)
         assert group.lost.wait(PATIENCE)
         assert group.reasons == ["rank 1 stood still for 1.2 s"]
     finally:
