@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.contracts.types import BlockId
 from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
 from gpuworker.attention.step_inputs import StepInputs
 from gpuworker.runner.executor import PlacedCheckpoint
@@ -84,7 +85,7 @@ class RankPlan(NamedTuple):
     rows: PlannedRows | None
     loads: tuple[PlacedCheckpoint, ...] = ()
     saves: tuple[PlacedCheckpoint, ...] = ()
-    cleared: tuple[int, ...] = ()
+    cleared: tuple[BlockId, ...] = ()
 
 
 _NONE: Final = torch.empty(0, dtype=torch.int32)

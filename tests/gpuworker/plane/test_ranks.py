@@ -5,6 +5,7 @@ The ranks are threads of the test, which share no weights and no pool. `tests/su
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,5 +156,5 @@ def test_ranks_that_cannot_run_a_model_are_refused_before_they_start(kind: str, 
     assert "--tensor-parallel-size" in str(refused.value)
 
 
-def _never(*_: object) -> Any:
+def _never(rank: int, connection: socket.socket, board: int) -> RankThread:
     raise AssertionError("a rank was started")

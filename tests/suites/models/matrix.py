@@ -53,7 +53,11 @@ computes for text. Pictures and sound are refused. That holds for {kinds}, with 
 as granite may, is refused in them.
 """
 SECTIONS: Final = (
-    (trial.NATIVE, "Served natively", "Quire's own forward pass, in C++ on a CPU."),
+    (
+        trial.NATIVE,
+        "Served natively",
+        "Quire's own forward pass, in C++ on a CPU, in one process or several (`--tensor-parallel-size`).",
+    ),
     (trial.HOSTED, "Served through transformers", "transformers' code, with Quire's paged attention in it."),
     (trial.REFUSED, "Refused", "A worker ends at its start, with this reason."),
     (trial.DIFFERS, "Wrong", "Served with other tokens than transformers has. This section must be empty."),

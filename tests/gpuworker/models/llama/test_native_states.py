@@ -439,7 +439,7 @@ def test_pages_are_cleared_behind_a_step_that_failed() -> None:
     steps.step((first, 0, 9), save=steps.checkpoints_everywhere(first))
     steps.take()
     second = steps.add(random_prompt(5), 2)
-    store = executor._checkpoints._store  # type: ignore[union-attr]
+    store = executor._forwards._checkpoints._store  # type: ignore[union-attr]
     pages = second.tables[0]
     assert any(held(store, pages))
     broken = steps.add(random_prompt(5), 2)
