@@ -113,7 +113,8 @@ _NEEDS = {
         suites/e2e/test_operation.py suites/e2e/test_proxies.py suites/e2e/test_redis_failover.py
         suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
-        suites/e2e/test_ranks.py suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
+        suites/e2e/test_ranks.py
+        suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
         suites/e2e/test_several_sequences.py suites/e2e/test_shards.py suites/e2e/test_speculation.py
         suites/e2e/test_states.py suites/e2e/test_step_traces.py suites/e2e/test_thinking.py
         suites/e2e/test_trace_statuses.py suites/e2e/test_windows.py

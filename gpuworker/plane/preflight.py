@@ -20,6 +20,7 @@ from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.pooling import asked_pooling
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import KvGeometry
+from common.cpu_list import cpus_of
 from common.process.topology import allowed_cpus
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY, bytes_per_block, in_words
@@ -95,9 +96,11 @@ def _thread_problems(settings: GpuWorkerSettings, cpus: int | None) -> Iterator[
     """Refuse more threads than cpus; with `--cpus` the settings did."""
     threads = settings.threads or 0
     ranks = settings.tensor_parallel_size
+    if settings.cpus is not None:
+        cpus = len(cpus_of(settings.cpus))
     if cpus is not None and ranks > 1 and max(threads, 1) * ranks > cpus:
         each = f" with {threads} threads each" if threads > 1 else ""
-        what = f"is {ranks}{each}, and a process may use {cpus} cpus here: ranks that share a cpu wait for each other"
+        what = f"is {ranks}{each}, and the worker may use {cpus} cpus here: ranks that share a cpu wait for each other"
         yield FieldViolation("--tensor-parallel-size", f"{what}; use fewer ranks, or fewer --threads")
     elif settings.cpus is None and cpus is not None and threads > cpus:
         what = f"is {threads}, and a process may use {cpus} cpus here: threads that share a cpu stall each other"

@@ -274,8 +274,8 @@ def test_a_disk_cache_needs_a_folder_and_checksums(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("-tp", "4"), "is 4, and a process may use 2 cpus here: ranks that share a cpu wait for each other; use"),
-        (("-tp", "2", "--threads", "2"), "is 2 with 2 threads each, and a process may use 2 cpus here"),
+        (("-tp", "4"), "is 4, and the worker may use 2 cpus here: ranks that share a cpu wait for each other; use"),
+        (("-tp", "2", "--threads", "2"), "is 2 with 2 threads each, and the worker may use 2 cpus here"),
     ],
 )
 def test_ranks_beyond_the_cpus_are_refused(flags: tuple[str, ...], said: str, folder: Path) -> None:
@@ -283,6 +283,7 @@ def test_ranks_beyond_the_cpus_are_refused(flags: tuple[str, ...], said: str, fo
     assert list(problem) == ["--tensor-parallel-size"]
     assert said in problem["--tensor-parallel-size"]
     assert not found(folder, replace(CPU, cpus=2), "-tp", "2", "--threads", "1")
+    assert list(found(folder, replace(CPU, cpus=8), "-tp", "2", "--cpus", "0")) == ["--tensor-parallel-size"]
 
 
 def test_ranks_that_a_launcher_started_are_refused(folder: Path) -> None:

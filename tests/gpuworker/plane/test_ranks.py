@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,19 @@ def test_ranks_multiply_by_the_numbers_of_one_process(options: dict[str, Any]) -
             found.append((greedy, engine.results[masked].tokens))
             engine.assert_all_free()
     assert found[0] == found[1]
+
+
+def test_ranks_make_the_vectors_of_one_process() -> None:
+    found = []
+    for ranks in (1, 2):
+        with driver("llama", ranks, pooling="mean") as engine:
+            asked = [engine.submit(prompt, 1) for prompt in prompts()[:3]]
+            engine.finish()
+            found.append([np.frombuffer(engine.results[each].embedding, dtype=np.float32) for each in asked])
+            engine.assert_all_free()
+    for one, two in zip(*found, strict=True):
+        assert len(one) > 0
+        np.testing.assert_allclose(two, one, atol=1e-5)
 
 
 def test_ranks_in_bf16_finish_each_sequence() -> None:
