@@ -98,8 +98,6 @@ def test_preempted_sequences_of_ranks_keep_their_tokens(kind: str, ranks: int) -
     [
         {"quantization": "int8", "speculative": "ngram"},
         {"kv_cache_dtype": "int8"},
-        pytest.param({"quantization": "int4"}, marks=pytest.mark.rest),
-        pytest.param({"quantization": "w8a8"}, marks=pytest.mark.rest),
         pytest.param({"threads": 2}, marks=pytest.mark.rest),
         pytest.param({"prefix_caching": False}, marks=pytest.mark.rest),
     ],
@@ -134,8 +132,10 @@ def test_ranks_make_the_vectors_of_one_process() -> None:
         np.testing.assert_allclose(two, one, atol=1e-5)
 
 
-def test_ranks_in_bf16_finish_each_sequence() -> None:
-    with driver("llama", 2, dtype="bfloat16") as engine:
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=["bf16", "w8a8"])
+def test_ranks_that_round_otherwise_finish_each_sequence(options: dict[str, Any]) -> None:
+    """Sums of parts in bf16, and activations in 8 bits by the scale of each rank's own."""
+    with driver("llama", 2, **options) as engine:
         assert [len(tokens) for tokens in engine.run(prompts(), COUNT)] == [COUNT] * len(prompts())
         engine.assert_all_free()
 

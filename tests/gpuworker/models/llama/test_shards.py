@@ -137,6 +137,21 @@ def test_a_cut_through_a_group_of_integers_is_refused() -> None:
         ShardReader(inner, shard).read(layer_tensors(shard.spec, 0).output)
 
 
+def test_groups_of_integers_are_cut_at_their_borders() -> None:
+    whole, name = torch.randn(384, 384, generator=torch.Generator().manual_seed(0)), f"{ATTENTION}.o_proj"
+    wide = replace(spec(heads=3, kv_heads=3), hidden_size=384, head_dim=128, o_bias=False)
+    inner = LinearReader({f"{name}.weight": whole}.__getitem__, lambda _: None, torch.float32, "int4")
+    (all_rows,) = inner.read(layer_tensors(wide, 0).output).parts
+    assert isinstance(all_rows.weight, IntegerWeight)
+    assert all_rows.weight.scales.shape == (384, 3)
+    for rank in range(3):
+        shard = Shard(wide, Place(rank, 3))
+        (rows,) = ShardReader(inner, shard).read(layer_tensors(shard.spec, 0).output).parts
+        assert isinstance(rows.weight, IntegerWeight)
+        assert torch.equal(rows.weight.values, all_rows.weight.values[:, 128 * rank : 128 * rank + 128])
+        assert torch.equal(rows.weight.scales, all_rows.weight.scales[:, rank : rank + 1])
+
+
 def test_a_cut_of_several_ranges_keeps_their_order() -> None:
     cut = Cut(0, ((0, 1), (3, 4)), 6)
     assert cut.of(torch.arange(6)).tolist() == [0, 3]
