@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.checkpoint.gguf.folder import gguf_folder
 from common.contracts.errors import InvalidConfig
 from common.contracts.types import Constraint, ConstraintKind, SamplingParams
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import ModelPlane, assemble
 from tests.gpuworker.engine.test_equality import COUNT, NATIVE, SHAPES, SLOTS, STATES, prompts
 from tests.support.checkpoints import checkpoint, hf_greedy
+from tests.support.gguf_files import write_model
 from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.rank_threads import RankThread
 
@@ -115,6 +119,23 @@ def test_ranks_multiply_by_the_numbers_of_one_process(options: dict[str, Any]) -
             engine.finish()
             assert engine.results[masked].message == ""
             found.append((greedy, engine.results[masked].tokens))
+            engine.assert_all_free()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", pytest.param("Q4_K", marks=pytest.mark.rest)])
+def test_integers_of_a_gguf_file_are_cut_between_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = gguf_folder(write_model(tmp_path / "m.gguf", "llama", stored))
+    found = []
+    for ranks in (1, 2):
+        plane = planned("llama", ranks, model=str(folder), max_model_len=64)
+        assert isinstance(plane.model, LlamaCpuModel)
+        assert "I8" in plane.model.packed.kinds_in_words or "I4" in plane.model.packed.kinds_in_words
+        with EngineDriver(plane.runner, plane.agent_config()) as engine:
+            found.append(engine.run([prompts()[1], prompts()[2]], COUNT))
             engine.assert_all_free()
     assert found[0] == found[1]
 
