@@ -68,6 +68,12 @@ class RankBoard:
         """Return the board of new ranks. Raises OSError where the system gives no memory to share."""
         return cls(os.memfd_create("quire-ranks", os.MFD_CLOEXEC))
 
+    def close(self) -> None:
+        """Close the file; what is mapped of it stays."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def beats(self, rank: int) -> int:
         return int(self.struct.ranks[rank].beats)
 

@@ -208,6 +208,7 @@ class RankGroup:
             connection.close()
         for member in self.members.values():
             member.end(_CLOSE_S)
+        self.board.close()
 
     def lose(self, reason: str) -> None:
         """End the worker, once. Does not return before the process has ended, unless it is closing anyway."""

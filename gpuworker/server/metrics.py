@@ -123,7 +123,7 @@ class RankCollector:
         yield CounterMetricFamily("quire:rank_plans", "Plans of steps that rank 0 has sent.", value=load.plans)
         yield CounterMetricFamily(
             "quire:rank_plan_seconds",
-            "For how long the engine's thread has sent them, in all.",
+            "Processor time of the engine's thread for them, in all.",
             value=load.plan_seconds,
         )
         lost = GaugeMetricFamily(

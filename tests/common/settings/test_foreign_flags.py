@@ -28,7 +28,14 @@ def test_no_flag_of_the_suite_is_taken_for_a_foreign_one() -> None:
         ("--mem-fraction-static", "is not an option here; --gpu-memory-utilization is the same"),
         ("--http-port", "is not an option here; --port is the same"),
         ("--disable-radix-cache", "is not an option here; --no-prefix-caching is the same"),
-        ("--num-shard", "is not there: a model runs on one device; --workers N starts N replicas of it"),
+        ("--num-shard", "is not an option here; --tensor-parallel-size is the same"),
+        (
+            "--nnodes",
+            (
+                "is not there: --tensor-parallel-size N runs a model in N processes of one host; --workers N starts N"
+                " replicas of it"
+            ),
+        ),
         ("--model-draft", "is not an option here; --draft-model is the same"),
         ("--draft-max", "is not there: drafts are as many as pay"),
         ("--lora-modules", "is not there: Quire serves no adapters"),

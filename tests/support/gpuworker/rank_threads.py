@@ -34,6 +34,7 @@ class RankThread:
             raise
         finally:
             link.close()
+            board.close()
 
     def status(self) -> int | None:
         return None
