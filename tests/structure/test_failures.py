@@ -160,6 +160,15 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{SUITES}/e2e/test_disk_cache.py::test_a_worker_that_missed_a_reset_brings_nothing_back",
         f"{MANAGER}/test_pins.py::test_a_worker_that_missed_a_reset_is_reset_by_the_next_manager",
     ),
+    "a rank of a worker ends or stands still": (
+        f"{SUITES}/e2e/test_ranks.py::test_streams_outlive_each_rank",
+        f"{WORKER}/plane/test_rank_group.py::test_a_rank_that_ends_while_steps_run_ends_the_worker_and_the_others",
+        f"{WORKER}/plane/test_rank_watch.py::test_a_rank_that_stands_still_is_found_within_two_seconds",
+    ),
+    "a rank does not come, or differs": (
+        f"{WORKER}/plane/test_rank_group.py::test_ranks_that_do_not_come_are_named",
+        f"{WORKER}/plane/test_rank_group.py::test_each_difference_between_ranks_is_a_line",
+    ),
     "a step fails": (
         (
             f"{WORKER}/engine/test_engine.py::"
