@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, Protocol
@@ -127,15 +128,16 @@ class MemberProcess:
 
 
 def rank_facts(settings: GpuWorkerSettings) -> dict[str, str]:
-    """Return what all ranks of a worker must have alike."""
+    """Return what all ranks of a worker must have alike, each option among it."""
     directory = checkpoint_directory(settings.model, revision=settings.revision)
     library = native.best()
+    options = settings.model_dump(mode="json")
     return {
         "version": quire_version(),
         "torch": torch.__version__,
         "the checkpoint": model_fingerprint(directory, settings.seed if settings.load_format == "dummy" else None),
         "kernels for": "no CPU" if library is None else native.level_of(library),
-        "options": settings.model_dump_json(),
+        **{f"--{name.replace('_', '-')}": str(value) for name, value in options.items()},
     }
 
 
@@ -271,7 +273,8 @@ def start_group(
         members[rank] = start(rank, other, board.descriptor)
         other.close()
         connections[rank] = Connection(own.detach())
-        connections[rank].send(Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
+        with suppress(OSError):  # one that has ended already is named below
+            connections[rank].send(Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
     library = native.best()
     assert library is not None, "ranks run the native path"
     beat = Beat(library, board, 0, LOOK_S)

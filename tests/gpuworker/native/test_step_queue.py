@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpuworker.native.library import best
+from gpuworker.native.ranks import BoardStruct, RanksStruct
 from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.native_executor import WholeStep
 from gpuworker.sampling.native_sampler import ROW
@@ -92,3 +93,6 @@ def test_python_and_c_agree_on_the_sizes_of_what_passes_between_them() -> None:
     assert library is not None
     sizes = ctypes.sizeof(WholeStep), ROW.itemsize
     assert (library.quire_whole_step_bytes(), library.quire_sample_row_bytes()) == sizes
+    library.quire_ranks_bytes.restype = library.quire_rank_board_bytes.restype = ctypes.c_int64
+    sizes = ctypes.sizeof(RanksStruct), ctypes.sizeof(BoardStruct)
+    assert (library.quire_ranks_bytes(), library.quire_rank_board_bytes()) == sizes

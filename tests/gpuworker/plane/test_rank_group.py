@@ -98,11 +98,12 @@ def test_a_rank_that_ended_before_it_came_is_told_apart() -> None:
 
 
 def test_each_difference_between_ranks_is_a_line() -> None:
-    other = {"version": "0.0.1"}
+    other = {"version": "0.0.1", "--kv-cache-dtype": "int8"}
     group = Group({1: lambda own: {**own, **other}, 2: lambda own: {**own, "the checkpoint": "ff"}})
     with pytest.raises(InvalidConfig) as refused:
         group.open()
-    first, second = (each.description for each in refused.value.violations)
+    first, option, second = (each.description for each in refused.value.violations)
+    assert option == "rank 1 has --kv-cache-dtype int8, and rank 0 has auto; start all alike"
     assert first.startswith("rank 1 has version 0.0.1, and rank 0 has ")
     assert second.startswith("rank 2 has the checkpoint ff, and rank 0 has ")
     assert second.endswith("; start all alike")
