@@ -14,8 +14,10 @@ import pytest
 from common.contracts.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.plane.rank_group import Begin, Loaded, RankGroup, Start, rank_facts, start_group
+from gpuworker.plane.rank_watch import STILL_LOOKS
 from tests.support.checkpoints import checkpoint
 from tests.support.gpuworker.engine_harness import PATIENCE
+from tests.support.waiting import wait_until
 
 Says = Callable[[Mapping[str, str]], Mapping[str, str] | None]
 
@@ -25,7 +27,7 @@ class FakeMember:
 
     def __init__(self, says: Says, status: int | None, connection: socket.socket, facts: Mapping[str, str]) -> None:
         self._link, self._status, self.killed = Connection(os.dup(connection.fileno())), status, False
-        self._says, self._facts = says, facts
+        self._says, self._facts, self.looks = says, facts, 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -47,6 +49,7 @@ class FakeMember:
         self._status = status
 
     def status(self) -> int | None:
+        self.looks += 1
         return self._status
 
     def kill(self) -> None:
@@ -132,6 +135,7 @@ def test_a_rank_without_beats_is_lost_once_the_worker_serves() -> None:
         opened.await_loaded()
         opened.begin(Begin(1, 1, 1, 1, 1))
         assert not opened.board.serving
+        wait_until(lambda: group.members[1].looks > STILL_LOOKS + 3)
         assert not group.reasons
         opened.serve(group.note_loss)
         assert group.lost.wait(PATIENCE)
