@@ -229,10 +229,10 @@ class Worker:
             peers = port.serve(identity, requests.ask, engine.serve_keys.accepted_keys, engine.wake)
             CarrierCollector(peers.fetched, port.served, self._registry)
         if disk is None:
-            engine.transfer_by(Transfers(images, size, SystemClock(), None, peers))
+            engine.transfer_by(Transfers(images, size, SystemClock(), None, peers, groups=plane.memory.groups))
         else:
             mover = DiskMover(disk, engine.wake)
-            transfers = Transfers(images, size, SystemClock(), mover, peers, disk.reset)
+            transfers = Transfers(images, size, SystemClock(), mover, peers, disk.reset, plane.memory.groups)
             DiskCollector(mover, transfers, self._registry)
             engine.transfer_by(transfers, disk.claims(), disk.reset)
 

@@ -69,6 +69,6 @@ def plane_worker(plane: ModelPlane, block_size: int, disk: DiskFrames | None = N
     assert cache.frames is not None, "blocks come back from disk by way of host memory"
     worker = BenchWorker(runner, replace(config, disk_frames=disk.num_frames), None, geometry)
     mover, size = DiskMover(disk, worker.engine.wake), frame_bytes(geometry, block_size)
-    transfers = Transfers(cache.frames, size, SystemClock(), mover, reset=disk.reset)
+    transfers = Transfers(cache.frames, size, SystemClock(), mover, reset=disk.reset, groups=config.groups)
     worker.engine.transfer_by(transfers, disk.claims(), disk.reset)
     return worker

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from common.contracts.clock import Clock
-from common.contracts.transfers import PeerSource, Place, Transfer, TransferEnd
+from common.contracts.transfers import ImageName, PeerSource, Place, Transfer, TransferEnd
 from common.contracts.types import FrameId
 from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.engine.transfers import Ended, Transfers
@@ -91,7 +91,7 @@ class _Images:
     def take(self, place: Place) -> Image:
         return _IMAGE
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         """What a frame holds is known to the lease agent."""
 
 
@@ -155,9 +155,9 @@ class LinkFetches:
         links = self._links
         fetch = _Fetch(list(transfers), links.clock.monotonic() + links.moves.rates.setup, patience)
         ask = links.ports[source.worker_id].requests.ask
-        hashes = [each.hash for each in transfers]
+        names = [ImageName(each.key, each.page) for each in transfers]
         links.timers.call_at(
-            fetch.heard_at, lambda: ask(hashes, lambda images: self._send(source.worker_id, fetch, images))
+            fetch.heard_at, lambda: ask(names, lambda images: self._send(source.worker_id, fetch, images))
         )
 
     def _send(self, source: str, fetch: _Fetch, images: Sequence[Image | None]) -> None:

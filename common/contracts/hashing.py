@@ -33,6 +33,21 @@ MIN_PARTIAL_BLOCK: Final = 64
 """Blocks of fewer slots have no partial hashes."""
 
 
+def key_of(block_hash: BlockHash, group: int) -> BlockHash:
+    """Return what names a content, where the pool has groups of layers: a block's tokens have one in each of them."""
+    return BlockHash(block_hash + bytes((group,))) if group else block_hash
+
+
+def hash_in(key: BlockHash) -> BlockHash:
+    """Return the block hash in a key."""
+    return BlockHash(key[:KEY_BYTES])
+
+
+def group_in(key: BlockHash) -> int:
+    """Return the group in a key."""
+    return key[KEY_BYTES] if len(key) > KEY_BYTES else 0
+
+
 def root_digest(
     model_fingerprint: str,
     tokenizer_fingerprint: str,

@@ -316,7 +316,8 @@ class Inventory:
     `frames` has what frames of the host tier hold: a claim names a frame in place of a block, and where it stands.
     Where the pool has groups, `frame_groups` and `frame_pages` say of each which group it is of, and which frames it
     has.
-    `saved` has the same of frames on disk. Transfers of an earlier session are void.
+    `saved` has the same of frames on disk, with `saved_groups` and `saved_pages`. Transfers of an earlier session are
+    void.
     """
 
     sequences: tuple[InventorySequence, ...] = ()
@@ -328,6 +329,8 @@ class Inventory:
     saved: Sequence[CachedBlock] = ()
     frame_groups: Sequence[int] = ()
     frame_pages: Sequence[FrameId] = ()
+    saved_groups: Sequence[int] = ()
+    saved_pages: Sequence[FrameId] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,9 +382,10 @@ MAX_OUTPUT_MESSAGE_BYTES: Final = 128 << 10
 
 # ------------------------------------------------------------ workers that fetch blocks from each other
 
-# Blocks of one request, of 16 bytes each.
+# Contents of one request, of 16 or 17 bytes each, and the images of all: one of each page.
 MAX_PEER_ITEMS: Final = 512
-# Bytes of the image of one block.
+MAX_PEER_IMAGES: Final = 8192
+# Bytes of the image of one block, or page.
 MAX_PEER_IMAGE_BYTES: Final = 64 << 20
 # Connections that have shown a valid token, and those of them of one worker. Further ones are refused.
 MAX_PEER_CONNECTIONS: Final = 64

@@ -1,4 +1,4 @@
-"""Transfers of blocks' images between a worker's tiers, beside its steps: what M orders and how W says that they ended.
+"""Transfers of contents between a worker's tiers, beside its steps: what M orders and how W says that they ended.
 
 Copies between blocks and frames of the host tier (`TierCopy`) are no transfers: they run in the order of the steps.
 What takes longer, or may fail, comes to a frame of the host tier by a transfer, and from there to a block by a copy.
@@ -6,10 +6,11 @@ What takes longer, or may fail, comes to a frame of the host tier by a transfer,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from common.contracts.hashing import key_of
 from common.contracts.types import BlockHash, FrameId
 
 
@@ -25,7 +26,7 @@ class Medium(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A block of the pool, a frame of the host tier, or a frame on disk."""
+    """A block of the pool, a frame of the host tier, or a frame on disk. Where the pool has groups, each has a page."""
 
     medium: Medium
     index: FrameId
@@ -35,11 +36,18 @@ FROM_PEER: Final = Place(Medium.PEER, FrameId(0))
 """The place of a block at a peer."""
 
 
+class ImageName(NamedTuple):
+    """What names an image for peers: the key of a content (`key_of`), and the number of a page of it."""
+
+    key: BlockHash
+    page: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class PeerSource:
     """Who serves a fetch. The incarnation is the public one; `expires` in unix seconds.
 
-    The token allows the hashes of the transfers that name this source, in their order.
+    The token allows the keys of the transfers that name this source, in their order.
     """
 
     worker_id: str
@@ -51,11 +59,15 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy a sealed block's image from one place to another, beside the steps; the end of it is reported.
+    """Copy what a sealed block holds from one place to another, beside the steps; the end of it is reported.
 
     A save goes from a block or a host frame to disk, a fetch from disk, or from the worker `peer`, to a host frame.
     `parent` is the hash before it, ROOT at depth 0. The target is void from the order on; it holds the content once W
     has said that the transfer is DONE. W answers each one of its session once. `id`s rise within one.
+
+    Where the pool has groups, the content is that of a `group`, whose parent behind the first one is its own hash.
+    Source and target are its first pages, and `others` has the further ones of both, in their order. W copies page by
+    page: `page` is the number of one, and `whole` the transfer of which it is a part.
     """
 
     id: int
@@ -65,10 +77,35 @@ class Transfer:
     source: Place
     target: Place
     peer: PeerSource | None = None
+    group: int = 0
+    others: tuple[tuple[FrameId, FrameId], ...] = ()
+    page: int = 0
+    whole: Transfer | None = field(default=None, compare=False, repr=False)
 
     @property
     def saves(self) -> bool:
         return self.target.medium is Medium.DISK
+
+    @property
+    def key(self) -> BlockHash:
+        """What the manager knows the content by."""
+        return key_of(self.hash, self.group) if self.group else self.hash
+
+    @property
+    def num_pages(self) -> int:
+        return 1 + len(self.others)
+
+    def pages(self) -> tuple[Transfer, ...]:
+        """Return the transfers of single pages, in their order; of one page it is this one."""
+        if not self.others:
+            return (self,)
+        source, target = self.source.medium, self.target.medium
+        ends = ((self.source.index, self.target.index), *self.others)
+        made = list[Transfer]()
+        for page, (read, write) in enumerate(ends):
+            places = Place(source, read), Place(target, write)
+            made.append(replace(self, source=places[0], target=places[1], others=(), page=page, whole=self))
+        return tuple(made)
 
 
 class TransferEnd(IntEnum):
@@ -89,7 +126,8 @@ class TransferEnd(IntEnum):
 class TransferCosts:
     """What a block costs W at present, in seconds: to compute it in a prompt, to read it from disk, from a peer.
 
-    A fetch from a peer takes `peer_setup` more. 0: not known.
+    A fetch from a peer takes `peer_setup` more. 0: not known. Where the pool has groups, a page is read, and a block of
+    tokens is computed.
     """
 
     compute: float

@@ -56,6 +56,8 @@ _PACKED_FIELDS: Final = {
     "saved_last_used": _Column(8, packing.unpack_u64),
     "frame_groups": _Column(1, list),
     "frame_pages": _Column(4, packing.unpack_blocks),
+    "saved_groups": _Column(1, list),
+    "saved_pages": _Column(4, packing.unpack_blocks),
 }
 
 _T = TypeVar("_T")
@@ -80,6 +82,11 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
             for part in _slices(inventory.frame_pages, room // 4)
         ),
         *map(_saved_to_proto, _slices(CachedBlocks.of(inventory.saved), room // _FRAME_BYTES)),
+        *(kvmanager_pb2.Inventory(saved_groups=bytes(part)) for part in _slices(inventory.saved_groups, room)),
+        *(
+            kvmanager_pb2.Inventory(saved_pages=packing.pack_blocks(part))
+            for part in _slices(inventory.saved_pages, room // 4)
+        ),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from common.contracts.errors import ProtocolViolation
@@ -41,6 +41,11 @@ def pack_transfers(transfers: tuple[Transfer, ...], message: kvmanager_pb2.Grant
     message.transfer_peers.extend(map(_peer_to_proto, peers))
     message.transfer_targets = bytes(each.target.medium for each in transfers)
     message.transfer_target_indexes = packing.pack_blocks(each.target.index for each in transfers)
+    if any(each.group or each.others for each in transfers):
+        message.transfer_groups = bytes(each.group for each in transfers)
+        message.transfer_others = packing.pack_u32(len(each.others) for each in transfers)
+        message.transfer_other_sources = packing.pack_blocks(read for each in transfers for read, _ in each.others)
+        message.transfer_other_targets = packing.pack_blocks(write for each in transfers for _, write in each.others)
 
 
 def _numbered(peers: Iterable[PeerSource | None]) -> dict[PeerSource, BlockId]:
@@ -79,10 +84,11 @@ def unpack_transfers(message: kvmanager_pb2.GrantBatch) -> tuple[Transfer, ...]:
     sources = _places(message.transfer_sources, packing.unpack_blocks(message.transfer_source_indexes))
     targets = _places(message.transfer_targets, packing.unpack_blocks(message.transfer_target_indexes))
     packing.parallel("transfers", ids, hashes, parents, depths, sources, targets)
-    chained = [parent if depth else _ROOT for parent, depth in zip(parents, depths, strict=True)]
+    groups, others = _groups_of(message, len(ids))
+    chained = [parent if at or group else _ROOT for parent, at, group in zip(parents, depths, groups, strict=True)]
     peers = _peers_of(message, sources)
     sources = [place if peer is None else FROM_PEER for place, peer in zip(sources, peers, strict=True)]
-    transfers = tuple(map(Transfer, ids, hashes, chained, depths, sources, targets, peers))
+    transfers = tuple(map(Transfer, ids, hashes, chained, depths, sources, targets, peers, groups, others))
     for each in transfers:
         if (each.source.medium, each.target.medium) not in _WAYS:
             what = f"from {each.source.medium.name.lower()} to {each.target.medium.name.lower()}"
@@ -98,6 +104,26 @@ _WAYS: Final = {
     (Medium.DISK, Medium.HOST),
     (Medium.PEER, Medium.HOST),
 }
+
+
+def _groups_of(
+    message: kvmanager_pb2.GrantBatch, count: int
+) -> tuple[Sequence[int], Sequence[tuple[tuple[BlockId, BlockId], ...]]]:
+    """Return the group of each of so many transfers, and its further pages at both ends."""
+    if not message.transfer_groups and not message.transfer_others:
+        packing.parallel("transfers", message.transfer_other_sources, message.transfer_other_targets, b"")
+        return bytes(count), [()] * count
+    counts, found, at = packing.unpack_u32(message.transfer_others), list[tuple[tuple[BlockId, BlockId], ...]](), 0
+    packing.parallel("transfers", message.transfer_groups, counts, range(count))
+    sources = packing.unpack_blocks(message.transfer_other_sources)
+    targets = packing.unpack_blocks(message.transfer_other_targets)
+    packing.parallel("transfers", sources, targets)
+    if sum(counts) != len(sources):
+        raise ProtocolViolation(f"transfers have {len(sources)} further pages, and name {sum(counts)}")
+    for each in counts:
+        found.append(tuple(zip(sources[at : at + each], targets[at : at + each], strict=True)))
+        at += each
+    return message.transfer_groups, found
 
 
 def _places(media: bytes, indexes: list[BlockId]) -> list[Place]:

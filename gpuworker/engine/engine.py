@@ -22,7 +22,6 @@ from common.contracts.lease import (
     Admit,
     Attach,
     Attached,
-    CachedBlock,
     Confirmed,
     Connected,
     Detached,
@@ -48,6 +47,7 @@ from gpuworker.engine.step_rates import StepRates, UsualSteps
 from gpuworker.engine.transfers import Transfers
 from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult, StepRunner
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
+from gpuworker.scheduling.frame_claims import NOTHING_CLAIMED, Claims
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import NOTHING_LOADED, Applied, Completion, Loaded, SequenceFinished
@@ -126,13 +126,13 @@ class Engine:
         """Put a record of each step for which `wanted` is true into the outputs. Call it before `start`."""
         self._wants_step = wanted
 
-    def transfer_by(self, transfers: Transfers, claims: Iterable[CachedBlock] = (), reset: int = 0) -> None:
+    def transfer_by(self, transfers: Transfers, saved: Claims = NOTHING_CLAIMED, reset: int = 0) -> None:
         """Save blocks beside the steps, and fetch them. Call it before `start`.
 
-        The disk has `claims`, and has carried out the resets up to the one of this id.
+        The disk has what is `saved`, and has carried out the resets up to the one of this id.
         """
         self._transfers = transfers
-        self._agent.restore_saved(claims, reset)
+        self._agent.restore_saved(saved, reset)
 
     def serve_images(self, requests: ImageRequests) -> None:
         """Answer what peers ask for. Call it before `start`."""

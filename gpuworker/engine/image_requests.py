@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from common.contracts.clock import Clock
-from common.contracts.types import BlockHash
+from common.contracts.transfers import ImageName
 from gpuworker.engine.image_pace import ImagePace
 from gpuworker.scheduling.images import Image, Images
 from gpuworker.scheduling.lease_agent import LeaseAgent
@@ -16,7 +16,7 @@ _BYTES_A_TURN: Final = 1 << 20
 """Bytes of images that one turn takes while no step runs: a request that comes then waits for no more."""
 
 Deliver = Callable[[Sequence[Image | None]], None]
-"""Hands over the images of the next hashes, None for one that the worker does not have."""
+"""Hands over the next images, None for one that the worker does not have."""
 
 
 class ImageRequests:
@@ -25,11 +25,11 @@ class ImageRequests:
     def __init__(self, images: Images, image_bytes: int, clock: Clock, wake: Callable[[], None]) -> None:
         self._images, self._clock, self._wake = images, clock, wake
         self._pace = ImagePace(image_bytes, _BYTES_A_TURN)
-        self._asked: deque[tuple[deque[BlockHash], Deliver]] = deque()
+        self._asked: deque[tuple[deque[ImageName], Deliver]] = deque()
 
-    def ask(self, hashes: Sequence[BlockHash], deliver: Deliver) -> None:
-        """Ask for images; `deliver` is called until each of the hashes was answered."""
-        self._asked.append((deque(hashes), deliver))
+    def ask(self, names: Sequence[ImageName], deliver: Deliver) -> None:
+        """Ask for images; `deliver` is called until each of them was answered."""
+        self._asked.append((deque(names), deliver))
         self._wake()
 
     @property
@@ -45,9 +45,9 @@ class ImageRequests:
         most = self._pace.allowed(began, steps_run)
         if not most:
             return False
-        hashes, deliver = self._asked[0]
-        part = [hashes.popleft() for _ in range(min(len(hashes), most))]
-        if not hashes:
+        names, deliver = self._asked[0]
+        part = [names.popleft() for _ in range(min(len(names), most))]
+        if not names:
             self._asked.popleft()
         images = [None if place is None else self._images.take(place) for place in agent.find_images(part)]
         if taken := len(images) - images.count(None):

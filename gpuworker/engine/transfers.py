@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from common.contracts.clock import Clock
 from common.contracts.transfers import PeerSource, Transfer, TransferCosts, TransferEnd
+from common.contracts.types import KvGroup, KvGroupKind
 from gpuworker.engine.fetch_costs import FetchCosts
 from gpuworker.engine.image_pace import ImagePace
 from gpuworker.scheduling.images import Image, ImageMover, Images
@@ -62,7 +63,7 @@ class Ended(Protocol):
 
 @dataclass(slots=True)
 class _Fetch:
-    """What one turn has asked of a peer, or of the disk: `left` of its blocks are open, `came` of them have landed."""
+    """What one turn has asked of a peer, or of the disk: `left` of its images are open, `came` of them have landed."""
 
     transfers: Sequence[Transfer]
     began: float
@@ -81,8 +82,12 @@ class Transfers:
         mover: ImageMover | None = None,
         peers: Fetches | None = None,
         reset: int = 0,
+        groups: Sequence[KvGroup] = (),
     ) -> None:
-        """`reset` is the id of the last reset that the disk has carried out."""
+        """`reset` is the id of the last reset that the disk has carried out; `groups` are those of the pool."""
+        self._groups = groups
+        # The images of K and V of a block of tokens: where the pool has groups, one of each page.
+        self._a_block = sum(each.pages for each in groups if each.kind is not KvGroupKind.STATE) or 1
         self._mover, self._images, self._clock, self._peers = mover, images, clock, peers
         self._save_pace, self._land_pace = (ImagePace(image_bytes, _BYTES_A_TURN) for _ in range(2))
         self._reading: dict[int, Transfer] = {}
@@ -129,7 +134,7 @@ class Transfers:
     @property
     def fetch_seconds(self) -> float:
         """Seconds that fetching a block from another worker takes, as learnt; 0: none was fetched yet."""
-        return self._peer_costs.per_block
+        return self._peer_costs.per_block * self._a_block
 
     @property
     def fetch_setup_seconds(self) -> float:
@@ -138,7 +143,7 @@ class Transfers:
 
     @property
     def read_seconds(self) -> float:
-        """Seconds that fetching a block from disk takes, as learnt, its landing included; 0: not known."""
+        """Seconds that fetching an image from disk takes, as learnt, its landing included; 0: not known."""
         return self._disk_costs.mean
 
     @property
@@ -187,8 +192,10 @@ class Transfers:
     def _fetch(self, peer: PeerSource, transfers: list[Transfer], compute: float) -> None:
         assert self._peers is not None
         forecast = self._peer_costs.setup + self._peer_costs.per_block * len(transfers)
-        computed = compute * len(transfers)
-        self._peers.fetch(peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast, _WORTH_WAITING * computed))
+        blocks = len({transfer.depth for transfer in transfers}) if self._groups else len(transfers)
+        self._peers.fetch(
+            peer, transfers, max(_LEAST_PATIENCE, _PATIENCE * forecast, _WORTH_WAITING * compute * blocks)
+        )
 
     def _gather(self, agent: LeaseAgent) -> bool:
         ended = [*(self._mover.poll() if self._mover is not None else ())]
@@ -259,7 +266,7 @@ class Transfers:
                 self._paced = landed >= most
                 if self._paced or not agent.may_land(transfer):
                     break
-                self._images.land(transfer.target.index, image)
+                self._images.land(transfer.target.index, image, self._is_of_states(transfer))
                 agent.end_transfer(transfer, TransferEnd.DONE)
                 landed += 1
             self._landing.popleft()
@@ -268,12 +275,15 @@ class Transfers:
             self._land_pace.note(landed, began, self._clock.monotonic())
         return landed > 0
 
+    def _is_of_states(self, transfer: Transfer) -> bool:
+        return bool(self._groups) and self._groups[transfer.group].kind is KvGroupKind.STATE
+
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
         # What is no clear gain is not fetched, so nothing new would be learnt: one slow minute would end all fetches.
         now, peer = self._clock.monotonic(), self._peer_costs
-        if peer.per_block + peer.setup / _FEW > compute / 2:
+        if peer.per_block * self._a_block + peer.setup / _FEW > compute / 2:
             peer.forget_old(now)
-        if self._disk_costs.mean > compute / 2:
+        if self._disk_costs.mean * self._a_block > compute / 2:
             self._disk_costs.forget_old(now)
         new = compute, self._disk_costs.mean, peer.per_block, peer.setup
         if any(map(_differs, new, self._costs)):

@@ -65,8 +65,8 @@ def why_no_frames(geometry: KvGeometry, keeps_states: bool) -> str:
 
 _NOTHING_TO_KEEP: Final = "no layer attends, so there are no K and V to keep"
 _NOT_MOVED: Final = (
-    "the model's layers are groups that keep K, V or states for different times, and disk and peers move blocks of all"
-    " layers alike; leave it out: --host-memory alone keeps blocks of such models"
+    "the model's layers are groups that keep K, V or states for different times, and peers fetch blocks of all layers"
+    " alike; leave it out: --host-memory and --disk-cache keep blocks of such models"
 )
 
 
@@ -78,8 +78,8 @@ def refuse_tiers(geometry: KvGeometry, keeps_states: bool, on_disk: bool, needs_
     beside = [flag for flag, given in (("--disk-cache", on_disk), ("--data-port", needs_peers)) if given]
     if why := why_no_frames(geometry, keeps_states):
         raise InvalidConfig(*(FieldViolation(flag, f"{why}; leave it out") for flag in ("--host-memory", *beside)))
-    if geometry.groups and beside:
-        raise InvalidConfig(*(FieldViolation(flag, _NOT_MOVED) for flag in beside))
+    if geometry.groups and needs_peers:
+        raise InvalidConfig(FieldViolation("--data-port", _NOT_MOVED))
 
 
 def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:

@@ -5,11 +5,14 @@
 
     head     magic 8 | layout 4 | bytes of the format 4 | format's digest 16 | generation 8 | reset 8 | crc 4
              and from byte 64 on the format: JSON of all that decides what an image holds
-    entry    hash 16 | parent 16 | depth 4 | length 4 | last use 8 | generation 8 | image's xxh3-128 16 | zeros | crc 4
+    entry    hash 16 | parent 16 | depth 4 | length 4 | last use 8 | generation 8 | image's xxh3-128 16
+             | group 1 | zero | page 2 | zeros | crc 4
 
-A frame holds a block if its entry is whole, of the present generation, and its checksum is that of the image. A write
-zeroes the entry first and writes it last. Entries are checked when they are read, images at each load. So nothing needs
-to reach the disk in order, and no crash leaves more than misses. A reset of the cache makes a new generation.
+Where the pool has groups, a frame has a page, and a content is there if a frame of each of its pages is. Which frames
+these are does not matter: what a page holds follows from hash, group and number. A frame holds a block if its entry is
+whole, of the present generation, and its checksum is that of the image. A write zeroes the entry first and writes it
+last. Entries are checked when they are read, images at each load. So nothing needs to reach the disk in order, and no
+crash leaves more than misses. A reset of the cache makes a new generation.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.hashing import key_of
 from common.contracts.lease import CachedBlock
 from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.transfers import Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId, PoolIdentity
 from gpuworker.memory.byte_plan import in_words
+from gpuworker.scheduling.frame_claims import Claims
 from gpuworker.scheduling.images import Image, TransferFailed
 
 LAYOUT: Final = 1
@@ -49,7 +54,7 @@ _MAGIC: Final = b"quire kv"
 _HEAD: Final = struct.Struct("<8sII16sQQ")
 _CRC: Final = struct.Struct("<I")
 _FORMAT_AT: Final = 64
-_ENTRY: Final = struct.Struct("<16s16sIIQQ16s52x")
+_ENTRY: Final = struct.Struct("<16s16sIIQQ16sBxH48x")
 _NO_ENTRY: Final = bytes(ENTRY_BYTES)
 _ALIGNED: Final = 4 << 10
 _MOST_FAILURES: Final = 8  # in a row: then nothing more is tried
@@ -74,6 +79,8 @@ class _Entry(NamedTuple):
     last_used: int  # nanoseconds of the wall clock
     generation: int
     checksum: bytes
+    group: int = 0
+    page: int = 0
 
     def packed(self, frame: int) -> bytes:
         body = _ENTRY.pack(*self)
@@ -87,6 +94,25 @@ class _Entry(NamedTuple):
         body = packed[: _ENTRY.size]
         whole = packed[_ENTRY.size :] == _CRC.pack(zlib.crc32(body, frame))
         return cls(*_ENTRY.unpack(body)) if whole else None
+
+
+class _Found(NamedTuple):
+    """A content, the frames of its pages, and its entry; of two the one that was used last counts."""
+
+    last_used: int
+    frames: tuple[FrameId, ...]
+    entry: _Entry
+
+
+_Part = tuple[bytes, bytes, int, int]
+"""A content of several pages: hash, parent, depth, group."""
+_Pages = dict[int, tuple[int, int, _Entry]]
+"""Its pages by their numbers: last use, frame, entry."""
+
+
+def _note_newest(newest: dict[bytes, _Found], found: _Found) -> None:
+    key = key_of(BlockHash(found.entry.hash), found.entry.group)
+    newest[key] = max(newest.get(key, found), found)
 
 
 class _Head(NamedTuple):
@@ -123,10 +149,21 @@ class DiskFrames:
     """
 
     def __init__(
-        self, folder: Path, files: tuple[int, int], num_frames: int, image_bytes: int, head: _Head, checksum: Checksum
+        self,
+        folder: Path,
+        files: tuple[int, int],
+        num_frames: int,
+        image_bytes: int,
+        head: _Head,
+        checksum: Checksum,
+        block_pages: tuple[int, ...] = (),
     ) -> None:
-        """Take the open files of images and table; `open` is what makes them."""
+        """Take the open files of images and table; `open` is what makes them.
+
+        `block_pages` are the pages of a content, by its group, where the pool has groups.
+        """
         self.folder, self.num_frames, self.image_bytes = folder, num_frames, image_bytes
+        self._block_pages = block_pages
         self.usable = True
         self._images, self._table = files
         self._stride, self._head, self._checksum = stride_of(image_bytes), head, checksum
@@ -163,7 +200,8 @@ class DiskFrames:
             # Whole images are read, each when it is ordered. On a device that reads 8 MiB ahead, those of frames in a
             # row took four times the processor's time of frames at random; with this advice they take the same.
             os.posix_fadvise(files[0], 0, 0, os.POSIX_FADV_RANDOM)
-        return DiskFrames(folder, files, num_frames, image_bytes, head, checksum)
+        pages = tuple([group.pages for group in identity.kv_geometry.groups])
+        return DiskFrames(folder, files, num_frames, image_bytes, head, checksum, pages)
 
     @property
     def reset(self) -> int:
@@ -173,20 +211,39 @@ class DiskFrames:
     def generation(self) -> int:
         return self._head.generation
 
-    def claims(self) -> tuple[CachedBlock, ...]:
-        """Return what the entries say that frames hold, each hash once; no write may be under way.
+    def claims(self) -> Claims:
+        """Return what the entries say that frames hold, each content once; no write may be under way.
 
-        `last_used` ranks them from 0 on, the longest unused first: what is saved later ranks behind all of them.
+        `last_used` ranks them from 0 on, the longest unused first: what is saved later ranks behind all of them. A
+        content of which a page is missing is left out: a write of it was not over.
         """
-        newest: dict[bytes, tuple[int, int, _Entry]] = {}
+        sizes, newest, parts, torn = self._block_pages or (1,), dict[bytes, _Found](), dict[_Part, _Pages](), 0
         for frame, entry in self._entries():
-            found = (entry.last_used, frame, entry)
-            newest[entry.hash] = max(newest.get(entry.hash, found), found)
+            size = sizes[entry.group] if entry.group < len(sizes) else 0
+            if size == 1 and not entry.page:
+                _note_newest(newest, _Found(entry.last_used, (FrameId(frame),), entry))
+            elif entry.page < size:
+                pages = parts.setdefault((*entry[:3], entry.group), {})
+                found = entry.last_used, frame, entry
+                pages[entry.page] = max(pages.get(entry.page, found), found)
+        for (*_, group), pages in parts.items():
+            if len(pages) < sizes[group]:
+                torn += 1
+                continue
+            ordered = [pages[page] for page in range(sizes[group])]
+            frames = tuple([FrameId(frame) for _, frame, _ in ordered])
+            _note_newest(newest, _Found(max(used for used, _, _ in ordered), frames, ordered[0][2]))
+        if torn:
+            _log.info("%d contents in %s lack pages, and are none: their writes were not over", torn, self.folder)
         ranked = sorted(newest.values())
-        return tuple(
-            CachedBlock(FrameId(frame), BlockHash(entry.hash), -1, rank, BlockHash(entry.parent), entry.depth)
-            for rank, (_, frame, entry) in enumerate(ranked)
+        claims = tuple(
+            CachedBlock(frames[0], BlockHash(entry.hash), -1, rank, BlockHash(entry.parent), entry.depth)
+            for rank, (_, frames, entry) in enumerate(ranked)
         )
+        if not self._block_pages:
+            return Claims(claims)
+        pages_of_all = tuple([frame for _, frames, _ in ranked for frame in frames])
+        return Claims(claims, tuple([entry.group for *_, entry in ranked]), pages_of_all)
 
     def _entries(self) -> Iterator[tuple[int, _Entry]]:
         """Yield each frame with an entry that is whole and of the present generation."""
@@ -211,9 +268,8 @@ class DiskFrames:
         self._refuse_unusable()
         frame, of = transfer.target.index, self.generation if generation is None else generation
         assert memoryview(image).nbytes == self.image_bytes, "an image of another worker"
-        entry = _Entry(
-            transfer.hash, transfer.parent, transfer.depth, self.image_bytes, time.time_ns(), of, self._checksum(image)
-        )
+        content, part = (transfer.hash, transfer.parent, transfer.depth), (transfer.group, transfer.page)
+        entry = _Entry(*content, self.image_bytes, time.time_ns(), of, self._checksum(image), *part)
         try:
             self._put(frame, _NO_ENTRY)
             _write(self._images, image, frame * self._stride)
@@ -235,8 +291,8 @@ class DiskFrames:
         try:
             packed = os.pread(self._table, ENTRY_BYTES, _entry_at(frame))
             entry = _Entry.of(packed, frame)
-            asked = (transfer.hash, transfer.parent or _NO_PARENT, transfer.depth)
-            fits = entry is not None and self._is_present(entry) and entry[:3] == asked
+            asked = transfer.hash, transfer.parent or _NO_PARENT, transfer.depth, transfer.group, transfer.page
+            fits = entry is not None and self._is_present(entry) and (*entry[:3], *entry[-2:]) == asked
             image = _read(self._images, self.image_bytes, frame * self._stride) if fits else b""
         except OSError as error:
             self._replace(frame, packed, _NO_ENTRY)

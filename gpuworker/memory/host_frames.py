@@ -1,4 +1,4 @@
-"""Frames of host memory: a copy of a block each, beside the pools of a worker's K/V.
+"""Frames of host memory: a copy of a block each, or of a page, beside the pools of a worker's K/V.
 
 An image is a block's bytes pool by pool, and in each by layer. Pools of wider numbers come first, so all are aligned:
 
@@ -46,6 +46,8 @@ class HostFrames:
         # On a CPU each pool as bytes, [layers, blocks, bytes], and where it begins in an image.
         self._plain = [] if self._pinned else [(_plain(pool), at) for pool, _, at in self._parts]
         self._staged: tuple[torch.Tensor, torch.cuda.Stream] | None = None
+        self.of_states: set[FrameId] = set()
+        """Frames that hold states, whose bytes need not be numbers; whoever lays out copies follows them too."""
 
     def warm(self) -> None:
         """Let the system give the memory of all frames beside the steps, not at the first copy into each."""
@@ -108,8 +110,12 @@ class HostFrames:
         stream.synchronize()
         return bytes(staged[0].numpy())
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         """Implement `Images`. On CUDA a copy that is launched after this reads the image: it is the host's memory."""
+        if of_states:
+            self.of_states.add(frame)
+        elif self.of_states:
+            self.of_states.discard(frame)
         self.images[frame].numpy()[:] = np.frombuffer(image, np.uint8)
 
     # ------------------------------------------------------------ addresses

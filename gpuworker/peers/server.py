@@ -29,7 +29,7 @@ import xxhash
 from common.contracts import limits
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, verify_token
-from common.contracts.transfers import TransferEnd
+from common.contracts.transfers import ImageName, TransferEnd
 from common.contracts.types import BlockHash
 from common.process.priority import stand_back
 from common.untrusted.rare_lines import RareLines
@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 _NICE: Final = 5
 
 Deliver = Callable[[Sequence[Image | None]], None]
-"""Hands over the images of the next hashes in their order, None for one that is not there; any thread may call it."""
-TakeImages = Callable[[Sequence[BlockHash], Deliver], None]
-"""Asks for the images of hashes; `Deliver` is called until each of them was answered. It neither blocks nor raises.
+"""Hands over the next images in their order, None for one that is not there; any thread may call it."""
+TakeImages = Callable[[Sequence[ImageName], Deliver], None]
+"""Asks for images; `Deliver` is called until each of them was answered. It neither blocks nor raises.
 
 What is delivered must not change any more. After an end of the connection it is dropped.
 """
@@ -263,7 +263,7 @@ class PeerServer:
     def take(self, hashes: Sequence[BlockHash]) -> Iterator[Image | None]:
         """Yield the images of hashes as the engine hands them over. Raises ChannelBroken when it does not."""
         delivered: queue.SimpleQueue[Sequence[Image | None]] = queue.SimpleQueue()
-        self._take_images(hashes, delivered.put)
+        self._take_images([ImageName(each) for each in hashes], delivered.put)
         left = len(hashes)
         while left:
             try:

@@ -135,7 +135,7 @@ class DataPlane:
 
     @property
     def image_bytes(self) -> int:
-        """The bytes of a block's image."""
+        """The bytes of the image of a block, or of a page where layers are groups."""
         return self.memory.frame_bytes
 
     @property

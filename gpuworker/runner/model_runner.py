@@ -64,7 +64,14 @@ class InputBatch:
     been checkpoints of states, whose bytes need not be finite as numbers: `take_reused` says which to clear.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[KvGroup] = ()) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        groups: Sequence[KvGroup] = (),
+        frames_of_states: set[FrameId] | None = None,
+    ) -> None:
+        """`frames_of_states` are the frames of host memory that hold states, which transfers change too."""
         self._free = list(range(max_num_seqs))[::-1]
         self._entries: dict[SequenceId, BatchEntry] = {}
         self._has_states = state_group(groups) is not None
@@ -73,8 +80,8 @@ class InputBatch:
         self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
         self._of_states: set[BlockId] = set()
         self._reused: set[BlockId] = set()
-        # Frames of host memory that hold states, and pages that held some until K and V were loaded into them.
-        self._frames_of_states: set[FrameId] = set()
+        self._frames_of_states = set() if frames_of_states is None else frames_of_states
+        # Pages that held states until K and V were loaded into them.
         self._loaded_over: set[BlockId] = set()
 
     def __len__(self) -> int:
@@ -217,7 +224,8 @@ class ModelRunner:
         groups = cache.geometry.groups
         self._parts = page_layout(cache.geometry).parts if groups else ()
         self._has_states = state_group(groups) is not None
-        self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size), groups)
+        of_states = None if cache.frames is None else cache.frames.of_states
+        self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size), groups, of_states)
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: dict[tuple[SequenceId, ...], SamplingBatch] = {}
         self._prompts = ScoredPrompts(model.vocab_size)

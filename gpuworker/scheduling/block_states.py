@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import key_of
 from common.contracts.lease import CachedBlock
 from common.contracts.types import TRIMMED, BlockHash, BlockId
 
@@ -27,6 +28,11 @@ class Content(NamedTuple):
     depth: int
     last_used: int
     group: int = 0
+
+    @property
+    def key(self) -> BlockHash:
+        """What names it among the contents of all groups."""
+        return key_of(self.hash, self.group) if self.group else self.hash
 
 
 # Where the pool has groups, a block is made of pages when it is bound or granted, and is no more once one of them

@@ -1,4 +1,4 @@
-"""What a worker claims, found by hash too: peers ask for blocks by their hashes."""
+"""What a worker claims, found by its key too: so peers ask for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_STALE = 1024
 class ClaimsByHash(dict[BlockId, Any]):
     """Claims by block or frame: each is a Content, or None.
 
-    `find` knows what was set last for a hash: of two copies it may miss the older one.
+    `find` knows what was set last for a key: of two copies it may miss the older one.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class ClaimsByHash(dict[BlockId, Any]):
     def __setitem__(self, place: BlockId, content: Content | None) -> None:
         super().__setitem__(place, content)
         if content is not None:
-            self._places[content.hash] = place
+            self._places[content.key if content.group else content.hash] = place
             if len(self._places) > 2 * len(self) + _MOST_STALE:
-                self._places = {each.hash: at for at, each in self.items() if each is not None}
+                self._places = {each.key: at for at, each in self.items() if each is not None}
 
-    def find(self, block_hash: BlockHash) -> BlockId | None:
+    def find(self, key: BlockHash) -> BlockId | None:
         """Return where a content is claimed; None if it is not."""
-        place = self._places.get(block_hash)
+        place = self._places.get(key)
         content = self.get(place) if place is not None else None
-        return place if content is not None and content.hash == block_hash else None
+        return place if content is not None and content.key == key else None

@@ -1,4 +1,4 @@
-"""What the frames of the host tier hold, once all copies that were ordered so far have run.
+"""What the frames of a tier hold; those of the host tier once all copies that were ordered so far have run.
 
 Copies run before the rows of the next step, in the order in which they were ordered. So what an order says holds for
 all that is ordered behind it, and a step that fails voids blocks and frames alike.
@@ -6,15 +6,29 @@ all that is ordered behind it, and a step that fails voids blocks and frames ali
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, CachedBlock, TierCopy
 from common.contracts.types import BlockId, FrameId, SequenceId
 from gpuworker.scheduling.block_states import BlockStates, Content, PageBlocks
 from gpuworker.scheduling.sequence import Sequence
+
+
+class Claims(NamedTuple):
+    """What frames of a tier hold, as an inventory says it.
+
+    Where the pool has groups: the group of each content, and the frames of all contents, one after the other.
+    """
+
+    contents: tuple[CachedBlock, ...] = ()
+    groups: tuple[int, ...] = ()
+    pages: tuple[FrameId, ...] = ()
+
+
+NOTHING_CLAIMED: Final = Claims()
 
 
 class LoadedBlock(NamedTuple):
@@ -168,10 +182,21 @@ class FrameClaims:
     def _make(self, group: int, frames: tuple[FrameId, ...]) -> None:
         """Let frames have one content; what they were a part of is no more."""
         assert self.made is not None
-        for frame in frames:
-            if (void := self.made.break_block(frame)) is not None:
-                self.held.pop(void, None)
+        self.void(frames)
         self.made.make_block(group, frames)
+
+    def void(self, frames: Iterable[FrameId]) -> None:
+        """Forget what frames hold, and what they are a part of."""
+        for frame in frames:
+            void = frame if self.made is None else self.made.break_block(frame)
+            if void is not None:
+                self.held.pop(void, None)
+
+    def claim(self, frames: tuple[FrameId, ...], content: Content) -> None:
+        """Let frames hold a content that a transfer has brought."""
+        if self.made is not None:
+            self._make(content.group, frames)
+        self.held[frames[0]] = content
 
     def forget_all(self) -> None:
         """Forget what frames hold: the prefix cache was reset."""
@@ -179,13 +204,17 @@ class FrameClaims:
         if self.made is not None:
             self.made = PageBlocks(self.made.sizes)
 
-    def claims(self) -> tuple[CachedBlock, ...]:
+    def claims(self) -> Claims:
         """Return what frames hold for an inventory; each claim says where it stands."""
-        return tuple(
+        held, made = [(frame, each) for frame, each in sorted(self.held.items()) if each is not None], self.made
+        contents = tuple(
             CachedBlock(frame, each.hash, -1, each.last_used, each.parent or each.hash, each.depth)
-            for frame, each in sorted(self.held.items())
-            if each is not None
+            for frame, each in held
         )
+        if made is None:
+            return Claims(contents)
+        groups = tuple([made.group[frame] for frame, _ in held])
+        return Claims(contents, groups, tuple([page for frame, _ in held for page in made.pages[frame]]))
 
 
 class Loads(NamedTuple):

@@ -15,7 +15,7 @@ from common.contracts.transfers import Place, Transfer, TransferEnd
 from common.contracts.types import FrameId
 
 Image = bytes | bytearray | memoryview
-"""The content of one block in all layers. All images of a worker have one length; that of an engine decides it."""
+"""The content of one block in all layers, or of a page where the pool has groups. All of a worker have one length."""
 
 
 class Images(Protocol):
@@ -28,8 +28,8 @@ class Images(Protocol):
         """Return a copy of what a block or a host frame holds. It is the same for both, bit by bit."""
         ...
 
-    def land(self, frame: FrameId, image: Image) -> None:
-        """Let a host frame hold an image. Copies that are ordered from now on read it."""
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
+        """Let a host frame hold an image, which may be `of_states`. Copies that are ordered from now on read it."""
         ...
 
 

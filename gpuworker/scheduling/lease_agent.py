@@ -17,7 +17,6 @@ from collections.abc import Sequence as Items
 from common.contracts.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
 from common.contracts.lease import (
     Admit,
-    CachedBlock,
     Copy,
     GrantBatch,
     Inventory,
@@ -28,10 +27,9 @@ from common.contracts.lease import (
     blocks_needed,
     unread_blocks,
 )
-from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
+from common.contracts.transfers import ImageName, Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import (
     TRIMMED,
-    BlockHash,
     BlockId,
     FinishReason,
     KvGroup,
@@ -41,12 +39,12 @@ from common.contracts.types import (
     Usage,
 )
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.scheduling.block_states import BlockStates, Content
+from gpuworker.scheduling.block_states import BlockStates, Content, PageBlocks
 from gpuworker.scheduling.claims_by_hash import ClaimsByHash
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
-from gpuworker.scheduling.frame_claims import FrameClaims, LoadedBlock, find_loads
+from gpuworker.scheduling.frame_claims import Claims, FrameClaims, LoadedBlock, find_loads
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
 from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts, Loaded
@@ -69,7 +67,7 @@ class LeaseAgent:
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
         self._frames = FrameClaims(config.host_frames, config.block_pages)
-        self._transfers = TransferBook(config.disk_frames, config.serves_peers)
+        self._transfers = TransferBook(config.disk_frames, config.serves_peers, config.block_pages)
         if config.serves_peers:
             self._blocks.content, self._frames.held = ClaimsByHash(), ClaimsByHash()
         # A transfer waits for copies that no step has run yet.
@@ -298,15 +296,15 @@ class LeaseAgent:
         """Blocks that the disk keeps; 0 once it is given up."""
         return 0 if self._transfers.closed else self._transfers.disk_frames
 
-    def restore_saved(self, claims: Iterable[CachedBlock], reset: int) -> None:
+    def restore_saved(self, saved: Claims, reset: int) -> None:
         """Take over, before the first session, what the disk has, and the id of the reset that it has carried out."""
-        self._transfers.restore(claims)
+        self._transfers.restore(saved)
         self.reset = reset
 
     @property
-    def saved_claims(self) -> tuple[CachedBlock, ...]:
+    def saved_claims(self) -> Claims:
         """What the disk has, for an agent that follows this one."""
-        return self._transfers.claims()
+        return self._transfers.saved.claims()
 
     def _order_transfers(self, transfers: Items[Transfer]) -> None:
         self._transfers.apply(transfers, self._frames)
@@ -318,7 +316,10 @@ class LeaseAgent:
             self.end_transfer(transfer, TransferEnd.FAILED)
 
     def take_reads(self) -> list[Transfer]:
-        """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers."""
+        """Return the fetches that were ordered since the last call: they are to be read, from disk or from peers.
+
+        Like saves, those of several pages are returned page by page, and end so.
+        """
         return self._transfers.take_reads()
 
     def take_saves(self, most: int) -> list[Transfer]:
@@ -336,17 +337,18 @@ class LeaseAgent:
         self._transfer_waits |= not may
         return may
 
-    def find_images(self, hashes: Items[BlockHash]) -> list[Place | None]:
-        """Return from where the images of these contents can be taken now; None: the worker does not have one."""
-        blocks, frames = self._blocks.content, self._frames.held
-        if not (isinstance(blocks, ClaimsByHash) and isinstance(frames, ClaimsByHash)):
-            return [None] * len(hashes)
+    def find_images(self, names: Items[ImageName]) -> list[Place | None]:
+        """Return from where these images can be taken now; None: the worker does not have one."""
+        blocks, frames = self._blocks, self._frames
+        if not (isinstance(blocks.content, ClaimsByHash) and isinstance(frames.held, ClaimsByHash)):
+            return [None] * len(names)
         filled, found = filled_by(self._copies_under_way()), list[Place | None]()
-        for each in hashes:
-            block, frame = blocks.find(each), frames.find(each)
-            places = [Place(Medium.BLOCK, block)] if block is not None else []
-            places += [Place(Medium.HOST, frame)] if frame is not None else []
-            found.append(next((place for place in places if place not in filled), None))
+        for key, page in names:
+            places = [
+                _page_at(Medium.BLOCK, blocks.content.find(key), page, blocks.made),
+                _page_at(Medium.HOST, frames.held.find(key), page, frames.made),
+            ]
+            found.append(next((place for place in places if place is not None and place not in filled), None))
         return found
 
     def is_open(self, transfer: Transfer) -> bool:
@@ -354,9 +356,10 @@ class LeaseAgent:
         return self._transfers.is_open(transfer)
 
     def end_transfer(self, transfer: Transfer, end: TransferEnd) -> None:
-        """Account for the end of a transfer, and report it unless it is void."""
-        if self._transfers.end(transfer, end, self._frames, self._next_step - 1):
-            self._report.ended(transfer.id, end, urgent=not transfer.saves)
+        """Account for the end of a transfer, or of a page of one, and report it once it is over, unless it is void."""
+        ended = self._transfers.end(transfer, end, self._frames, self._next_step - 1)
+        if ended is not None:
+            self._report.ended(transfer.id, ended, urgent=not transfer.saves)
 
     def close_disk(self) -> None:
         """Give up the disk: every transfer of it fails, and no frame on it holds anything."""
@@ -429,19 +432,16 @@ class LeaseAgent:
         self._report.state = SessionState.OPENING
         sequences = tuple(map(_inventory_of, self._sequences.values()))
         cached, made = self._blocks.cached_blocks(), self._blocks.made
+        frames, saved = self._frames.claims(), self.saved_claims
+        pool = tuple(self._blocks.pool)
         if made is None:
-            frames, saved = self._frames.claims(), self._transfers.claims()
-            return Inventory(sequences, tuple(self._blocks.pool), cached, frames=frames, saved=saved)
+            return Inventory(sequences, pool, cached, frames=frames.contents, saved=saved.contents)
         held = (block for each in self._sequences.values() for block in each.held_blocks() if block != TRIMMED)
         named = dict.fromkeys([*held, *(each.block for each in cached)])
+        groups = tuple([made.group[block] for block in named])
         pages = tuple([page for block in named for page in made.pages[block]])
-        groups, frames, units = tuple([made.group[b] for b in named]), self._frames.claims(), self._frames.made
-        pool = tuple(self._blocks.pool)
-        if units is None or not frames:
-            return Inventory(sequences, pool, cached, groups, pages)
-        of, which = [units.group[each.block] for each in frames], [units.pages[each.block] for each in frames]
-        every = tuple([frame for unit in which for frame in unit])
-        return Inventory(sequences, pool, cached, groups, pages, frames, (), tuple(of), every)
+        below = frames.contents, saved.contents, *frames[1:], *saved[1:]
+        return Inventory(sequences, pool, cached, groups, pages, *below)
 
     def attached(self, lease_target: int) -> None:
         """The manager has rebuilt its state from the inventory; reports may be sent."""
@@ -865,6 +865,16 @@ def check_request(sequence: Sequence, config: AgentConfig) -> None:
 
 
 MAX_STEPS_IN_FLIGHT = 2
+
+
+def _page_at(medium: Medium, first: BlockId | None, page: int, made: PageBlocks | None) -> Place | None:
+    """Return where a page of a content is, whose first page is given; None: there is none."""
+    if first is None:
+        return None
+    if made is None:
+        return Place(medium, first) if not page else None
+    pages = made.pages[first]
+    return Place(medium, pages[page]) if page < len(pages) else None
 
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:

@@ -101,7 +101,7 @@ class SimulatedMemory:
         held = self._frames.get(place.index) if place.medium is Medium.HOST else self._pages.get(place.index)
         return _IMAGE.pack(*(held or _EMPTY))
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         """Implement `Images`."""
         held = _Content(*_IMAGE.unpack(image))
         self._frames[frame] = None if held == _EMPTY else held

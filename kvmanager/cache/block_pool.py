@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import hash_in
 from common.contracts.types import BlockId
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.state_tree import StateTree
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, PART, Blocks, hash_in
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, PART, Blocks
 
 
 class FreeBlocks(deque[BlockId]):

@@ -26,13 +26,14 @@ from collections.abc import Sequence as Items
 from typing import Final, NamedTuple
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import group_in, key_of
 from common.contracts.lease import CachedBlocks
 from common.contracts.types import BlockHash, FrameId
 from kvmanager.cache.block_pool import FreeBlocks
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
 from kvmanager.cache.eviction.restored import order_after_rebuild
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, PART, ROOT, Blocks, group_in, key_of
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, PART, ROOT, Blocks
 from kvmanager.contracts.ledger_config import EvictionName
 
 
@@ -59,7 +60,7 @@ class FrameTier:
     One in use is held by a grant or a move that reads it, or it is `expected`: a move is to fill it.
     """
 
-    __slots__ = ("_pages", "apart", "entries", "expected", "frames", "free", "order")
+    __slots__ = ("_pages", "apart", "entries", "expected", "frames", "free", "order", "to_come")
 
     def __init__(self, num_frames: int, eviction: EvictionName, block_pages: tuple[int, ...] = (1,)) -> None:
         """`block_pages` are the frames of a content, by its group."""
@@ -78,6 +79,8 @@ class FrameTier:
         self.apart: dict[BlockHash, int] = {}
         # What frames are to hold once their moves are done. Such a hash counts as a child of its parent.
         self.expected: dict[BlockHash, FrameId] = {}
+        # The frames of these.
+        self.to_come = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -85,7 +88,7 @@ class FrameTier:
     @property
     def held(self) -> int:
         """Frames of contents that are there."""
-        return len(self.frames) - len(self.free) - len(self.expected)
+        return len(self.frames) - len(self.free) - self.to_come
 
     def pages_of(self, key: BlockHash) -> int:
         """Return how many frames a content takes."""
@@ -217,22 +220,31 @@ class FrameTier:
             self._describe(taken.frame, block_hash, parent, depth)
             self.frames.state[taken.frame] = IN_USE
             self.expected[block_hash] = taken.frame
+            self.to_come += self.pages_of(block_hash)
             self.touch(parent)  # it is no leaf any more
         return taken
 
     def admit(self, block_hash: BlockHash) -> None:
         """Let a frame have the content that a move has brought."""
-        frame = self.expected.pop(block_hash)
+        frame = self._take_expected(block_hash)
         self._enter(frame, block_hash)
         self._order_new(frame)
 
     def abandon(self, block_hash: BlockHash) -> None:
         """Free the frame of a move that brought nothing, or brought what has no place any more."""
-        frame = self.expected.pop(block_hash)
+        frame = self._take_expected(block_hash)
         if parent := self.frames.parent[frame]:
             self._count_child(parent, -1)
             self.touch(parent)  # it may be a leaf now
         self._set_free(frame)
+
+    def _take_expected(self, key: BlockHash) -> FrameId:
+        self.to_come -= self.pages_of(key)
+        return self.expected.pop(key)
+
+    def pages_at(self, frame: FrameId) -> tuple[FrameId, ...]:
+        """Return all frames of the content that begins at one."""
+        return (frame, *self.frames.others.get(frame, ())) if self.frames.others else (frame,)
 
     def _set_free(self, frame: FrameId) -> None:
         self.frames.hash[frame], self.frames.state[frame] = None, FREE

@@ -4,18 +4,21 @@ group 0, full       | x | x | x | x | x |   |      found: 5 blocks
 a run, a window     |   | x |   | x | x |   |      of which a token behind block 5 reads the last two: hits 5
 another             | x | x |   |   | x |   |      of which it reads the last two, and lacks one: hits 2
 
-What a frame of host memory holds counts as a sealed block does: the grant loads it.
+What a frame of host memory holds counts as a sealed block does: the grant loads it. What the disk has, or another
+worker, counts so once it has come to a frame: `find_boundary` says how deep a prompt would go on then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from common.contracts.hashing import group_in, key_of
 from common.contracts.lease import unread_blocks
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, KvGroupKind, MissReason
 from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch, RunHits
-from kvmanager.contracts.block import Blocks, key_of
+from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.ledger_config import LedgerConfig
 
 
@@ -31,6 +34,20 @@ class GroupMatch(NamedTuple):
     match: PrefixMatch
     sealed: int
     frames: tuple[FrameId, ...] = ()
+
+
+class Lack(NamedTuple):
+    """A content of a prompt that is neither in the pool nor in host memory, with what `FrameTier.find` takes."""
+
+    key: BlockHash
+    parent: BlockHash
+    depth: int
+
+
+HasContent = Callable[[BlockHash, BlockHash, int], bool]
+"""Whether something has a content, by its key, its parent and its depth."""
+_TRIES: Final = 16
+"""Boundaries that are tried for one whose contents are few enough."""
 
 
 class GroupMatcher:
@@ -118,24 +135,83 @@ class GroupMatcher:
         hash_of, most = self._blocks.hash, min(len(present), self._limit)
         return next((index for index in range(most) if hash_of[present[index]] is None), most)
 
-    def _deepest(self, hits: int) -> int:
-        """Return the deepest boundary up to `hits` behind which each run has sealed all that is read.
+    def _deepest(self, hits: int, elsewhere: HasContent | None = None) -> int:
+        """Return the deepest boundary up to `hits` behind which each run has all that is read, here or `elsewhere`.
 
         A place that is missing is read behind each boundary between it and the one that was tried.
         """
         while hits:
-            missing = self._missing(hits)
+            missing = self._missing(hits, elsewhere)
             if missing is None:
                 return hits
             hits = missing
         return 0
 
-    def _missing(self, hits: int) -> int | None:
+    def _missing(self, hits: int, elsewhere: HasContent | None) -> int | None:
         for run in self._runs:
             for index in range(hits - 1, self._unread(run, hits) - 1, -1):
-                if not self._is_there(index, run):
+                if not self._is_there(index, run) and not (elsewhere and elsewhere(*self._named(index, run))):
                     return index
         return None
+
+    # ------------------------------------------------------------ what could come
+
+    def find_boundary(self, elsewhere: HasContent, hits: int, most: int, most_pages: int) -> int:
+        """Return the deepest boundary behind `hits` that a prompt could go on from with what is `elsewhere`, or `hits`.
+
+        At most so many contents, of so many pages, are to come for it. Nothing comes while somebody is about to fill a
+        block of the prompt.
+        """
+        known, sizes = self._known(), self._config.block_pages
+        reach = known
+        while 0 <= reach < self._limit and elsewhere(*self._named(reach, 0)):
+            reach += 1
+        for _ in range(_TRIES):
+            boundary = self._deepest(max(reach, 0), elsewhere)
+            if boundary <= hits:
+                break
+            lacks = self.lacking(boundary)
+            over = len(lacks) - most, sum(sizes[group_in(each.key)] for each in lacks) - most_pages
+            if max(over) <= 0:
+                return boundary
+            # A place less saves one content of each group at most.
+            reach = boundary - max(1, over[0] // len(sizes), over[1] // sum(sizes))
+        return hits
+
+    def lacking(self, boundary: int) -> list[Lack]:
+        """Return what is read behind a boundary and is not here, by depth, of each depth the first group first."""
+        found = [(place, 0) for place in range(max(self._known(), 0), boundary)]
+        for run in self._runs:
+            places = range(min(self._unread(run, boundary), boundary), boundary)
+            found += [(place, run) for place in places if not self._is_there(place, run)]
+        return [self._named(*each) for each in sorted(found)]
+
+    def frames_behind(self, boundary: int) -> list[FrameId]:
+        """Return the frames of what is read behind a boundary and is in no block; of the first group the last one."""
+        found, tier = list[FrameId](), self._cache.tier
+        for run in self._runs:
+            for place in range(min(self._unread(run, boundary), boundary), boundary):
+                if not self._is_sealed(self._find(place, run)) and (frame := self._below(place, run)) is not None:
+                    found.append(frame)
+        known = min(self._known(), boundary)
+        if tier is not None and known > 0 and self._cache.find_block(*self._named(known - 1, 0)) is None:
+            found.append(tier.entries[self._hashes[known - 1]])
+        return found
+
+    def _known(self) -> int:
+        """Return how many leading blocks of the first group are sealed or in frames; -1: one is still to be filled."""
+        present = self._cache.find_longest_prefix(self._hashes, self._limit)
+        if self._sealed_in(present) < len(present):
+            return -1
+        if self._cache.tier is None or len(present) == self._limit:
+            return len(present)
+        below = self._cache.tier.find_run(self._hashes, len(present), self._limit, self._cache.ambiguous)
+        return len(present) + len(below)
+
+    def _named(self, place: int, group: int) -> Lack:
+        own = self._hashes[place]
+        parent = own if group else self._hashes[place - 1] if place else ROOT
+        return Lack(key_of(own, group), parent, place)
 
     def _leading(self, present: list[BlockId]) -> int:
         """Return how many leading places every group has, where no run lacks a block before them.
@@ -162,7 +238,11 @@ class GroupMatcher:
         for run in self._runs:
             for index in range(limited - 1, self._unread(run, limited) - 1, -1):
                 ghost = self._cache.ghosts.get(key_of(self._hashes[index], run))
-                if ghost is not None and self._find(index, run) is None and self._below(index, run) is None:
+                if self._is_there(index, run):
+                    continue
+                if key_of(self._hashes[index], run) in self._cache.saved:
+                    return PrefixMatch(hits, MissReason.UNFETCHED, limited)
+                if ghost is not None and self._find(index, run) is None:
                     return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
         if any(group.kind is KvGroupKind.STATE for group in self._config.groups):
             return PrefixMatch(hits, MissReason.UNRESUMABLE, limited)

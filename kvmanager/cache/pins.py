@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound
+from common.contracts.hashing import group_in, key_of
 from common.contracts.lease import unread_blocks
 from common.contracts.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINS
 from common.contracts.types import BlockHash, KvGroup, PoolIdentity
-from kvmanager.contracts.block import group_in, key_of
 from kvmanager.contracts.ledger_config import MOST_RETAINED
 
 

@@ -25,11 +25,12 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import group_in, hash_in, key_of
 from common.contracts.types import BlockHash, BlockId, FrameId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.cache.state_tree import StateTree
-from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
+from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
 _WIDTH = len(BlockHash(bytes(16)))
@@ -510,6 +511,8 @@ class PrefixCache:
             # The block has it still, and leaves the index with it. Where frames hold what is behind it, it is no leaf.
             if not tier.drop(block_hash):
                 tier.touch(block_hash)
+            if self.disk is not None:
+                self.disk.drop(block_hash)
             return None
         if block_hash in self.below:
             tier.touch(block_hash)
@@ -533,11 +536,10 @@ class PrefixCache:
         """Let a tier have what a move has brought, and tell the index if it is new there."""
         if self.watched:
             self.touch_hash(block_hash)
-        new = self._place_of(block_hash) is None
-        tier.admit(block_hash)
+        new, depth = self._place_of(block_hash) is None, tier.frames.index[tier.expected[block_hash]]
         if new:
-            self.number += 1
-            self.events.append(Stored(self.number, block_hash, tier.frames.index[tier.entries[block_hash]]))
+            self.note_stored(block_hash, depth)
+        tier.admit(block_hash)
 
     def drop_tree(self, tier: FrameTier, root: BlockHash) -> int:
         """Forget what a tier has of `root` and of all behind it, for it is of no use any more; return how many."""

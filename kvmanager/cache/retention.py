@@ -24,11 +24,12 @@ from itertools import islice
 from typing import Final
 
 from common.contracts.clock import Clock
+from common.contracts.hashing import group_in
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY
 from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.retention_terms import Fate, Mark, Term, merged, renew, segments
-from kvmanager.contracts.block import Blocks, BlockState, group_in
+from kvmanager.contracts.block import Blocks, BlockState
 from kvmanager.contracts.ledger_config import RetentionLimits
 from kvmanager.contracts.sequence import Sequence
 

@@ -195,6 +195,12 @@ class StateTree:
         blocks = self._blocks
         return blocks.state[block] is CACHED and not blocks.group[block] and not blocks.children[block]
 
+    def is_worth_keeping(self, state: BlockHash) -> bool:
+        """Return whether a checkpoint is there that prompts are expected to go on from."""
+        if state not in self._above or self.is_superseded(state):
+            return False
+        return self.tails_pay or state not in self._tails
+
     @property
     def tails_pay(self) -> bool:
         """Whether more tails of late were used than left unused."""

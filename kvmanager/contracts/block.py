@@ -10,22 +10,6 @@ ROOT = BlockHash(b"")
 """The parent hash of a first block."""
 
 NOBODY = SequenceId(-1)
-_HASH_BYTES = len(BlockHash(bytes(16)))
-
-
-def key_of(block_hash: BlockHash, group: int) -> BlockHash:
-    """Return what the prefix cache knows a block of a group by: a content has a block in each group."""
-    return BlockHash(block_hash + bytes((group,))) if group else block_hash
-
-
-def hash_in(key: BlockHash) -> BlockHash:
-    """Return the block hash in a key."""
-    return BlockHash(key[:_HASH_BYTES])
-
-
-def group_in(key: BlockHash) -> int:
-    """Return the group in a key."""
-    return key[_HASH_BYTES] if len(key) > _HASH_BYTES else 0
 
 
 class BlockState(Enum):

@@ -169,8 +169,8 @@ class LedgerConfig(LedgerOptions):
 
     @property
     def saved_frames(self) -> int:
-        """Frames on disk: none without frames of host memory, by way of which blocks come back, nor with groups."""
-        return self.disk_frames if self.frames and not self.groups else 0
+        """Frames on disk: none without frames of host memory, by way of which blocks come back."""
+        return self.disk_frames if self.frames else 0
 
     @property
     def copies_parts(self) -> bool:

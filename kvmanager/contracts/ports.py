@@ -20,16 +20,28 @@ class Peer(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Blocks that it is to serve before, to whichever workers."""
+        """Images of blocks, or of pages, that it is to serve before, to whichever workers."""
         ...
 
     def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
-        """Return what lets the worker that asks have these blocks, in this order."""
+        """Return what lets the worker that asks have what has these keys, in this order."""
         ...
 
 
-FindPeer = Callable[[Sequence[BlockHash], int, int], tuple[Peer, int] | None]
-"""Returns the worker that has the longest run of block_hashes[first:end], and its length; None: none has any."""
+class HasContents(Protocol):
+    """What a worker has in its pool or in host memory, as another one may ask for it."""
+
+    def find_run(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        """Return how many leading blocks of block_hashes[first:end] are there, of the first group of layers."""
+        ...
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool: ...
+
+
+Reach = Callable[[HasContents], int]
+"""Returns how many blocks of a prompt a worker could do without that got what another one has."""
+FindPeer = Callable[[Reach], tuple[Peer, int] | None]
+"""Returns the worker by which one gets furthest, and how far; None: none helps."""
 
 
 class IndexUnavailable(QuireError):

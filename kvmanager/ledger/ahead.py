@@ -17,7 +17,6 @@ from typing import Final
 
 from common.contracts.types import BlockHash, DecisionKind
 from kvmanager.cache.frame_tier import FrameTier
-from kvmanager.contracts.block import ROOT
 from kvmanager.ledger import transfers
 from kvmanager.ledger.ahead_table import AheadKind, Answer, Outcome, Part, Wish
 from kvmanager.ledger.ledger_state import LedgerState
@@ -35,18 +34,6 @@ LINK_SHARE: Final = 0.1
 
 DRAINS: Final = "the worker drains"
 _NOTHING_THERE: Final = "neither its disk nor another worker has the next block"
-
-
-def count_there(state: LedgerState, hashes: Items[BlockHash], first: int, end: int) -> int:
-    """Return how many leading blocks of hashes[first:end] the worker has in the pool or in host memory."""
-    cache, place = state.store.cache, first
-    while place < end:
-        block_hash, parent = hashes[place], hashes[place - 1] if place else ROOT
-        below = cache.tier is not None and cache.tier.find_run(hashes, place, place + 1, cache.ambiguous)
-        if not below and cache.find_registered_block(block_hash, parent, place) is None:
-            break
-        place += 1
-    return place - first
 
 
 # ------------------------------------------------------------ wishes
@@ -75,7 +62,7 @@ def _answer_of(state: LedgerState, hashes: Items[BlockHash]) -> Answer:
         return Answer(Outcome.REFUSED, 0, 0, f"the worker {what}; expected one of one group that has --host-memory")
     if state.worker.draining:
         return Answer(Outcome.REFUSED, 0, 0, f"{DRAINS}; expected one that takes new requests")
-    there = count_there(state, hashes, 0, wanted)
+    there = transfers.count_run(state, hashes, 0, wanted)
     if there == wanted or state.ahead.find_wish(hashes) is not None:
         why = "all of it is there" if there == wanted else "it is on its way already"
         return Answer(Outcome.ACCEPTED, there, 0, why)
@@ -105,7 +92,7 @@ def _count_elsewhere(state: LedgerState, hashes: Items[BlockHash], first: int) -
     store, end = state.store, len(hashes)
     disk = store.disk is not None and not state.transfers.closed
     own = len(store.disk.find_run(hashes, first, end, store.cache.ambiguous)) if disk and store.disk is not None else 0
-    found = state.peers(hashes, first, end) if state.peers is not None else None
+    found = state.peers(lambda peer: peer.find_run(hashes, first, end)) if state.peers is not None else None
     return max(own, found[1] if found is not None else 0)
 
 
@@ -163,7 +150,7 @@ def _order_blocks(state: LedgerState, wish: Wish, now: float) -> str | None:
     run = transfers.find_ahead(state, hashes, first, end)
     if run is None:
         return f"{_NOTHING_THERE}, block {first} of it"
-    numbers = transfers.order_run(state, hashes, run)
+    numbers = transfers.order_run(state, run)
     if not numbers:
         return "no frame of host memory could be had"
     state.ahead.part = Part(set(numbers), now)
@@ -173,9 +160,9 @@ def _order_blocks(state: LedgerState, wish: Wish, now: float) -> str | None:
 def _reach(state: LedgerState, wish: Wish) -> int:
     """Return how many leading blocks of a wish are there. Where the last known one is, so are those before it."""
     known, end = wish.there + wish.came, len(wish.hashes)
-    if known and not count_there(state, wish.hashes, known - 1, known):
+    if known and not transfers.count_run(state, wish.hashes, known - 1, known):
         known = 0
-    return known + count_there(state, wish.hashes, known, end)
+    return known + transfers.count_run(state, wish.hashes, known, end)
 
 
 def end_wishes(state: LedgerState, why: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import group_in, hash_in, key_of
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
+from common.contracts.transfers import Transfer
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.cache.retention import PINNED_PRIORITY
-from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
+from kvmanager.contracts.block import ROOT, BlockState
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -177,6 +180,7 @@ def check_frames(tier: FrameTier, above: Mapping[BlockHash, BlockId]) -> None:
     _check(sorted(part for each in frames.others.values() for part in each) == parts, "a part of a content is lost")
     for key, first in tier.entries.items():
         _check(1 + len(frames.others.get(first, ())) == tier.pages_of(key), "a content lacks frames, or has too many")
+    _check(tier.to_come == sum(map(tier.pages_of, expected)), "the frames of what is to come are miscounted")
     free = sorted(frame for frame, of in enumerate(frames.state) if of is BlockState.FREE)
     _check(sorted(tier.free) == free, "the list of free frames is wrong")
     _check(not set(free) & {*hashes.values(), *expected.values()}, "a free frame holds something, or is to")
@@ -194,17 +198,21 @@ def _transfers(state: LedgerState) -> None:
     """Check that open transfers are those that frames expect, and that who waits waits for open ones."""
     transfers, store = state.transfers, state.store
     for tier, saves in ((store.tier, False), (store.disk, True)):
-        ordered = {move.hash: move.target.index for move in transfers.open.values() if move.saves == saves}
+        ordered = {move.key: move.target.index for move in transfers.open.values() if move.saves == saves}
         _check(tier is None or tier.expected == ordered, "a frame expects another transfer than is open")
+        _check(tier is None or all(map(partial(_has_pages, tier), transfers.open.values())), "a transfer lacks frames")
     if store.disk is not None and not transfers.closed:
         fetches = [move for move in transfers.open.values() if not move.saves and move.peer is None]
         reads = {move.source.index for move in fetches}
         held = {frame for frame, of in enumerate(store.disk.frames.state) if of is BlockState.IN_USE}
         _check(held == {*reads, *store.disk.expected.values()}, "a frame on disk is in use without a transfer")
     _check(transfers.saves == sum(move.saves for move in transfers.open.values()), "saves are miscounted")
-    asked = Counter(move.peer.worker_id for move in transfers.open.values() if move.peer is not None)
+    asked = Counter[str]()
+    for move in transfers.open.values():
+        if move.peer is not None:
+            asked[move.peer.worker_id] += move.num_pages
     _check(transfers.asked == asked, "blocks of peers are miscounted")
-    fetching = {move.hash: number for number, move in transfers.open.items() if not move.saves}
+    fetching = {move.key: number for number, move in transfers.open.items() if not move.saves}
     _check(transfers.fetching == fetching, "the fetches by hash are other ones than those that are open")
     ahead = state.ahead.part.open if state.ahead.part is not None else set[int]()
     _check(ahead <= set(fetching.values()), "what comes ahead of need is no open fetch")
@@ -218,6 +226,13 @@ def _transfers(state: LedgerState) -> None:
     }
     _check(waiting == wanted and {number for _, number in waiting} <= set(transfers.open), "one waits for no transfer")
     _check({each for each, _ in waiting} == set(state.sequences.fetching), "one waits although its fetch is over")
+
+
+def _has_pages(tier: FrameTier, transfer: Transfer) -> bool:
+    """Return whether a transfer into a tier goes to all frames of its target."""
+    if tier.expected.get(transfer.key) != transfer.target.index:
+        return True
+    return tier.pages_at(transfer.target.index)[1:] == tuple(written for _, written in transfer.others)
 
 
 def _states_of_layers(store: BlockStore) -> None:

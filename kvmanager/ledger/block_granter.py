@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.contracts.hashing import key_of
 from common.contracts.lease import Admit, Copy
 from common.contracts.types import TRIMMED, BlockId, FrameId, ShortfallReason
 from kvmanager.cache.window_match import settled
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger import (
     backfill,
@@ -330,7 +330,7 @@ def grant_blocks(
         decision_id=grant_records.record_grant(state, sequence, plan, evicted, passes, part),
         runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
         pages=_further_pages(store, sequence, plan.shared) if store.blocks.others else (),
-        fetched=transfers.fetched_for(sequence, plan) if sequence.fetch is not None else None,
+        fetched=transfers.fetched_for(state, sequence, plan) if sequence.fetch is not None else None,
     )
 
 

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from common.contracts.hashing import hash_in
 from common.contracts.types import BlockHash, BlockId, SequencePhase
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, Blocks, BlockState, hash_in
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, Blocks, BlockState
 from kvmanager.contracts.counts import GroupCounts
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from common.contracts.clock import Clock
+from common.contracts.hashing import hash_in, key_of
 from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
@@ -21,7 +22,7 @@ from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.state_tree import StateTree
 from kvmanager.cache.window_match import deciding_hashes
-from kvmanager.contracts.block import CACHED, ROOT, Blocks, hash_in, key_of
+from kvmanager.contracts.block import CACHED, ROOT, Blocks
 from kvmanager.contracts.index_events import Stored
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
@@ -44,7 +45,7 @@ class BlockStore:
         ghosts, runs = config.ghosts or 4 * config.num_blocks, len(config.groups[1:])
         # Unless every layer has a window, host memory may keep what is evicted.
         self.tier = FrameTier(config.frames, config.eviction, config.block_pages) if config.frames else None
-        self.disk = FrameTier(config.saved_frames, config.eviction) if config.saved_frames else None
+        self.disk = FrameTier(config.saved_frames, config.eviction, config.block_pages) if config.saved_frames else None
         self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states, self.tier, self.disk)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
         self.retention = Retention(

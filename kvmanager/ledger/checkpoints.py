@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from common.contracts.hashing import key_of
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
 from common.contracts.types import BlockHash, BlockId
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger_state import LedgerState

@@ -269,12 +269,16 @@ class Ledger:
 
     @property
     def asked_of_peers(self) -> Mapping[str, int]:
-        """The blocks that the worker is to have from each other one, and that have not come yet."""
+        """The images that the worker is to have from each other one, and that have not come yet."""
         return self.state.transfers.asked
 
     def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
         """Return how many leading blocks of block_hashes[first:end] the worker has in the pool or in host memory."""
-        return ahead.count_there(self.state, block_hashes, first, end)
+        return transfers.count_run(self.state, block_hashes, first, end)
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+        """Return whether the worker has a content in the pool or in host memory."""
+        return transfers.has_content(self.state, key, parent, depth)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""

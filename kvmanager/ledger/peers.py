@@ -16,25 +16,22 @@ from common.contracts.lease import Attach, public_incarnation
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
 from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
+from kvmanager.contracts.ports import HasContents, Reach
 
 TOKEN_SECONDS: Final = 600
 """How long a token may be used: a bound on theft. Nothing else depends on it."""
 
 
-class HasRuns(Protocol):
+class ServesPeers(HasContents, Protocol):
     @property
     def asked_of_peers(self) -> Mapping[str, int]:
-        """The blocks that it has asked of each other worker, and that have not come yet."""
-        ...
-
-    def find_run(self, block_hashes: Items[BlockHash], first: int, end: int) -> int:
-        """Return how many leading blocks of block_hashes[first:end] are there."""
+        """The images that it has asked of each other worker, and that have not come yet."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPeer:
-    """A worker that another one may ask for blocks; `ahead` of them it is to serve before."""
+    """A worker that another one may ask for blocks; `ahead` of their images it is to serve before."""
 
     attach: Attach
     asking: Attach
@@ -47,7 +44,7 @@ class ServingPeer:
         return self.attach.worker_id
 
     def serve(self, hashes: Items[BlockHash]) -> PeerSource:
-        """Return what lets the other worker ask for these blocks, in this order."""
+        """Return what lets the other worker ask for what has these keys, in this order."""
         source = public_incarnation(self.attach.incarnation)
         expires = self.clock.time_ns() // 1_000_000_000 + TOKEN_SECONDS
         scope = TokenScope(
@@ -57,8 +54,8 @@ class ServingPeer:
         return PeerSource(self.worker_id, source, self.attach.data_address, token, expires)
 
 
-def count_asked(ledgers: Iterable[HasRuns]) -> Mapping[str, int]:
-    """Return how many blocks each worker is to serve to others."""
+def count_asked(ledgers: Iterable[ServesPeers]) -> Mapping[str, int]:
+    """Return how many images each worker is to serve to others."""
     asked = Counter[str]()
     for each in ledgers:
         if each.asked_of_peers:
@@ -67,23 +64,17 @@ def count_asked(ledgers: Iterable[HasRuns]) -> Mapping[str, int]:
 
 
 def find_peer(
-    asking: Attach,
-    workers: Collection[tuple[Attach, HasRuns]],
-    pool_key: bytes,
-    clock: Clock,
-    block_hashes: Items[BlockHash],
-    first: int,
-    end: int,
+    asking: Attach, workers: Collection[tuple[Attach, ServesPeers]], pool_key: bytes, clock: Clock, reach: Reach
 ) -> tuple[ServingPeer, int] | None:
-    """Return the worker that has the longest run of block_hashes[first:end], and its length; None: none has any.
+    """Return the worker by which another one gets furthest, and how far; None: none helps.
 
-    Of equals it is the one that has to serve the fewest blocks by now.
+    Of equals it is the one that has to serve the least by now.
     """
     found, most = list[Attach](), 0
     for attach, ledger in workers:
         if attach is asking or not attach.data_address or attach.image_format != asking.image_format:
             continue
-        count = ledger.find_run(block_hashes, first, end)
+        count = reach(ledger)
         if count > most:
             found, most = [attach], count
         elif count and count == most:

@@ -7,15 +7,17 @@ out in steps of some milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Final
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
-from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
+from common.contracts.hashing import group_in, hash_in, key_of
+from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.cache.frame_tier import Unit
-from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
+from kvmanager.contracts.block import ROOT, BlockState
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.block_store import BlockStore
@@ -116,21 +118,23 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
 
 def _restore_frames(store: BlockStore, inventory: Inventory) -> Iterator[None]:
     """Take over what the worker's host memory and its disk hold; there are no events of that either."""
-    for tier, claims in ((store.tier, inventory.frames), (store.disk, inventory.saved)):
+    below = inventory.frames, inventory.frame_groups, inventory.frame_pages
+    saved = inventory.saved, inventory.saved_groups, inventory.saved_pages
+    for tier, (claims, groups, pages) in ((store.tier, below), (store.disk, saved)):
         if tier is None or not claims:
             continue
         frames = CachedBlocks.of(claims)
         if len(frames.depths) != len(frames):
             raise ProtocolViolation("frames of a tier came without their depths")
-        units = _units_of(store.config, inventory) if store.config.groups else ()
+        units = _units_of(store.config, claims, groups, pages) if store.config.groups else ()
         yield from tier.restore(frames, store.blocks, store.cache.entries, tier is store.disk, units)
         store.cache.number += 1
 
 
-def _units_of(config: LedgerConfig, inventory: Inventory) -> list[Unit]:
-    """Return of each claim of host memory which group it is of, and which frames it has."""
-    groups, pages, units, at = config.groups, inventory.frame_pages, list[Unit](), 0
-    for claim, group in zip(inventory.frames, inventory.frame_groups, strict=False):
+def _units_of(config: LedgerConfig, claims: Items[CachedBlock], named: Items[int], pages: Items[FrameId]) -> list[Unit]:
+    """Return of each claim of a tier which group it is of, and which frames it has."""
+    groups, units, at = config.groups, list[Unit](), 0
+    for claim, group in zip(claims, named, strict=False):
         size = groups[group].pages if group < len(groups) else 0
         frames = tuple(pages[at : at + size])
         if not size or len(frames) < size or frames[0] != claim.block:
@@ -139,9 +143,9 @@ def _units_of(config: LedgerConfig, inventory: Inventory) -> list[Unit]:
             )
         units.append(Unit(group, frames))
         at += size
-    if len(units) != len(inventory.frames) or at != len(pages):
-        what = f"{len(inventory.frame_groups)} groups and {len(pages)} frames, which make {at}"
-        raise ProtocolViolation(f"an inventory has {len(inventory.frames)} contents of host memory, {what}")
+    if len(units) != len(claims) or at != len(pages):
+        what = f"{len(named)} groups and {len(pages)} frames, which make {at}"
+        raise ProtocolViolation(f"an inventory has {len(claims)} contents of a tier, {what}")
     return units
 
 

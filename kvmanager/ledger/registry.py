@@ -22,7 +22,8 @@ from common.contracts.types import BlockHash
 from kvmanager.cache.pins import Pin, PinBook
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
-from kvmanager.ledger import ahead
+from kvmanager.contracts.ports import Reach
+from kvmanager.ledger import transfers
 from kvmanager.ledger.ahead_table import AheadKind, Answer
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.peers import ServingPeer, find_peer
@@ -160,12 +161,10 @@ class WorkerRegistry:
             key = serve_key_of(self.transfer_key, public_incarnation(attach.incarnation))
         return AttachOk(self.epoch, registration.ledger.lease_target(refill=False), key)
 
-    def _find_peer(
-        self, asking: Attach, block_hashes: Items[BlockHash], first: int, end: int
-    ) -> tuple[ServingPeer, int] | None:
-        """Return the attached worker that has the longest run of block_hashes[first:end], and its length."""
+    def _find_peer(self, asking: Attach, reach: Reach) -> tuple[ServingPeer, int] | None:
+        """Return the attached worker by which another one gets furthest, and how far."""
         ready = [(each.attach, each.ledger) for each in self._registrations.values() if each.ready]
-        return find_peer(asking, ready, self.transfer_key, self._clock, block_hashes, first, end)
+        return find_peer(asking, ready, self.transfer_key, self._clock, reach)
 
     # ------------------------------------------------------------ copies ahead of need
 
@@ -200,7 +199,7 @@ class WorkerRegistry:
         others = (each for each in stay if each.attach.worker_id != asked)
         for each in (*islice(others, _MOST_LOOKED_AT), self._registrations[asked]):
             state = each.ledger.state
-            has = ahead.count_there(state, prefix, len(prefix) - 1, len(prefix)) > 0
+            has = transfers.count_run(state, prefix, len(prefix) - 1, len(prefix)) > 0
             yield Standing(each.attach.worker_id, has, len(state.sequences.queue), state.sequences.running)
 
     # ------------------------------------------------------------ sessions

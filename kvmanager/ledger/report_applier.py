@@ -7,9 +7,10 @@ from operator import attrgetter
 from typing import Any, Final
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import key_of
 from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
-from kvmanager.contracts.block import IN_USE, key_of
+from kvmanager.contracts.block import IN_USE
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger import ahead, checkpoints, transfers
 from kvmanager.ledger.ledger_state import LedgerState
@@ -366,6 +367,6 @@ GROUP_COLUMNS: Final[tuple[Column, ...]] = (
     (_with("bind"), bind_pages),
     (attrgetter("seal"), seal_in_groups),
     (_with("trim"), trim_runs),
-    *(column for column in COLUMNS if column[1] in (take_back_blocks, requeue_preempted, finish_sequences)),
+    *COLUMNS[-4:],
 )
 """The same order where the pool has groups; no part of a block is copied then."""

@@ -10,7 +10,7 @@ class TransferTable:
     """Open transfers by id, who waits for which, and the hashes that are to be saved, the first first.
 
     `orders` are for the next batch. `fetching` gives the transfer that brings a hash to host memory. `saves` counts
-    those that go to disk, and `asked` the blocks that each peer is to serve. Once the disk is `closed`, nothing more is
+    those that go to disk, and `asked` the images that each peer is to serve. Once the disk is `closed`, nothing more is
     ordered.
     """
 
@@ -39,16 +39,16 @@ class TransferTable:
         if transfer.saves:
             self.saves += 1
         else:
-            self.fetching[transfer.hash] = transfer.id
+            self.fetching[transfer.key] = transfer.id
         if (peer := transfer.peer) is not None:
-            self.asked[peer.worker_id] = self.asked.get(peer.worker_id, 0) + 1
+            self.asked[peer.worker_id] = self.asked.get(peer.worker_id, 0) + transfer.num_pages
         return transfer.id
 
     def take_ended(self, number: int) -> Transfer | None:
         """Return a transfer that has ended, which is not open any more; None: nothing is known of it."""
         transfer = self.open.pop(number, None)
         if transfer is not None and (peer := transfer.peer) is not None:
-            self.asked[peer.worker_id] -= 1
+            self.asked[peer.worker_id] -= transfer.num_pages
             if not self.asked[peer.worker_id]:
                 del self.asked[peer.worker_id]
         return transfer

@@ -7,15 +7,23 @@
 
 A sequence waits for a fetch once a stay in the queue. What did not come is a miss, and is computed. Landed frames are
 kept for nobody. Nothing that a transfer touches is in a block table before the transfer has ended.
+
+Where the pool has groups, what moves is a content of one of them, all its pages together. For a prompt those come that
+are read behind the deepest boundary from which it could go on, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import partial
 from statistics import mode
 from typing import Final, NamedTuple
 
+from common.contracts.hashing import group_in, hash_in, key_of
+from common.contracts.lease import unread_blocks
+from common.contracts.limits import MAX_PEER_IMAGES
 from common.contracts.transfers import (
     FROM_DISK,
     FROM_PEER,
@@ -29,8 +37,9 @@ from common.contracts.transfers import (
 )
 from common.contracts.types import BlockHash, FrameId, ShortfallReason
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
+from kvmanager.cache.group_match import GroupMatcher, Lack
 from kvmanager.contracts.block import ROOT
-from kvmanager.contracts.ports import Peer
+from kvmanager.contracts.ports import HasContents, Peer
 from kvmanager.contracts.sequence import Fetch, Sequence
 from kvmanager.ledger import grant_plan, grant_records
 from kvmanager.ledger.ledger_state import LedgerState
@@ -44,36 +53,41 @@ LANDING_SHARE: Final = 0.5
 """The most of the host's frames that fetches may fill at once."""
 
 
-def fetch_seconds(costs: TransferCosts | None, blocks: int, from_peer: bool = False) -> float:
-    """Return what fetching so many blocks is expected to take; 0: not known."""
+def fetch_seconds(costs: TransferCosts | None, images: int, from_peer: bool = False) -> float:
+    """Return what fetching so many blocks, or pages where the pool has groups, is expected to take; 0: not known."""
     if costs is None:
         return 0.0
-    return costs.peer_setup + costs.peer * blocks if from_peer else costs.read * blocks
+    return costs.peer_setup + costs.peer * images if from_peer else costs.read * images
 
 
-def fetch_pays(costs: TransferCosts | None, blocks: int, from_peer: bool = False, ahead: int = 0) -> bool:
+def fetch_pays(
+    costs: TransferCosts | None, blocks: int, from_peer: bool = False, ahead: int = 0, images: int | None = None
+) -> bool:
     """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown.
 
-    The peer has `ahead` blocks to serve before them.
+    The peer has `ahead` images to serve before theirs. They have `images`; None: one each.
     """
-    return costs is None or pays_to_fetch(fetch_seconds(costs, ahead + blocks, from_peer), costs.compute * blocks)
+    moved = ahead + (blocks if images is None else images)
+    return costs is None or pays_to_fetch(fetch_seconds(costs, moved, from_peer), costs.compute * blocks)
 
 
 # ------------------------------------------------------------ fetches
 
 
 def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
-    """Let a sequence leave the queue for blocks of its prompt that can be fetched; return whether it does."""
+    """Let a sequence leave the queue for what can be fetched of its prompt; return whether it does."""
     run = find_fetch(state, sequence)
     sequence.asked_peers = True
     if run is None or state.store.tier is None:
         return False
-    awaited = order_run(state, sequence.block_hashes, run)
+    awaited = order_run(state, run)
     if not awaited:
         return False
-    source = mode(_source_of(state, number) for number in awaited)
+    source, images = mode(_source_of(state, number) for number in awaited), len(awaited)
+    if state.config.groups:
+        images = sum([state.transfers.open[number].num_pages for number in awaited])
     ahead = run.peer.ahead if run.peer is not None else 0
-    forecast = fetch_seconds(state.worker.costs, ahead + len(awaited), run.peer is not None)
+    forecast = fetch_seconds(state.worker.costs, ahead + images, run.peer is not None)
     sequence.fetch = Fetch(set(awaited), len(awaited), state.clock.monotonic(), source, run.first, forecast)
     for number in awaited:
         state.transfers.waiting.setdefault(number, []).append(sequence.id)
@@ -84,13 +98,13 @@ def await_fetch(state: LedgerState, sequence: Sequence) -> bool:
     return True
 
 
-def order_run(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:
+def order_run(state: LedgerState, run: FetchRun) -> list[int]:
     """Order what is to be fetched of a run, as far as frames can be had; return the ids of all its transfers."""
     tier = state.store.tier
     assert tier is not None, "only a worker with host memory has runs"
     if run.behind:
         tier.hold(run.behind)
-    ordered = _order_fetches(state, hashes, run)
+    ordered = _order_fetches(state, run)
     if run.behind:
         tier.release(run.behind)
     return ordered
@@ -101,15 +115,26 @@ def _source_of(state: LedgerState, number: int) -> str:
     return FROM_DISK if peer is None else peer.worker_id
 
 
-class FetchRun(NamedTuple):
-    """Blocks of a prompt from place `first` on: frames on disk, FETCHING for those that are being fetched already.
+class FetchItem(NamedTuple):
+    """A content that is to come, and its frame on disk: FETCHING if it is being fetched already, AT_PEER if a peer
+    has it.
+    """
 
-    They are `_AT_PEER` where the worker `peer` has them. `behind` is the frame of host memory before them, if the block
-    there is in no block of the pool.
+    key: BlockHash
+    parent: BlockHash
+    depth: int
+    frame: FrameId
+
+
+class FetchRun(NamedTuple):
+    """What is to come of a prompt, so that it goes on behind more than the `first` blocks that are there.
+
+    `behind` are frames of host memory that it needs beside that, and that are in no block of the pool. What a peer has
+    is at `peer`.
     """
 
     first: int
-    frames: list[FrameId]
+    items: list[FetchItem]
     behind: list[FrameId]
     peer: Peer | None = None
 
@@ -136,6 +161,8 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
     if first >= end:
         return None
     behind, costs = list(found.frames[-1:]), state.worker.costs
+    if state.config.groups:
+        return find_in_groups(state, hashes, sequence.num_tokens, first, costs, from_peers)
     coming = _find_coming(state, store.tier, hashes, first, end)
     own, peer, frames = _find_on_disk(state, hashes, first + coming, end), None, list[FrameId]()
     if from_peers and fetch_pays(costs, end - first - coming, from_peer=True):
@@ -144,8 +171,8 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
         peer, frames = None, []
     if len(own) >= len(frames) and fetch_pays(costs, len(own)):
         peer, frames = None, own
-    frames = [_FETCHING] * coming + frames
-    return FetchRun(first, frames, behind, peer) if frames else None
+    items = _items(hashes, first, [_FETCHING] * coming + frames)
+    return FetchRun(first, items, behind, peer) if items else None
 
 
 def find_ahead(state: LedgerState, hashes: list[BlockHash], first: int, end: int) -> FetchRun | None:
@@ -160,19 +187,143 @@ def find_ahead(state: LedgerState, hashes: list[BlockHash], first: int, end: int
         peer, frames = None, own
     parent = hashes[first - 1] if first else ROOT
     behind = [] if parent in store.cache.entries or not parent else [store.tier.entries[parent]]
-    return FetchRun(first, frames, behind, peer) if frames else None
+    return FetchRun(first, _items(hashes, first, frames), behind, peer) if frames else None
+
+
+def _items(hashes: list[BlockHash], first: int, frames: list[FrameId]) -> list[FetchItem]:
+    """Return the blocks from a place on; they are in these frames on disk, or where these say."""
+    return [
+        FetchItem(hashes[place], hashes[place - 1] if place else ROOT, place, frame)
+        for place, frame in enumerate(frames, first)
+    ]
+
+
+# ------------------------------------------------------------ fetches where the pool has groups
+
+
+def find_in_groups(
+    state: LedgerState,
+    hashes: list[BlockHash],
+    num_tokens: int,
+    hits: int,
+    costs: TransferCosts | None,
+    from_peers: bool,
+) -> FetchRun | None:
+    """Return what is to come so that a prompt goes on behind more than its hits; None: there is nothing, or no gain.
+
+    It comes from the disk or from one peer, whichever lets the prompt go on from the deeper boundary.
+    """
+    matcher = GroupMatcher(state.store.cache, state.store.blocks, state.config, hashes, num_tokens)
+    room = _rooms_in_groups(state)
+    best = _fetch_to(state, matcher, matcher.find_boundary(partial(_is_on_disk, state), hits, *room), hits, costs, None)
+    if from_peers and state.peers is not None and fetch_pays(costs, len(hashes) - hits, from_peer=True, images=1):
+
+        def reach(peer: HasContents) -> int:
+            return matcher.find_boundary(partial(_is_at_peer, state, peer), hits, *room) - hits
+
+        found = state.peers(reach)
+        if found is not None:
+            theirs = _fetch_to(state, matcher, hits + found[1], hits, costs, found[0])
+            if theirs is not None and (best is None or theirs.items[-1].depth > best.items[-1].depth):
+                return theirs
+    return best
+
+
+def _fetch_to(
+    state: LedgerState, matcher: GroupMatcher, boundary: int, hits: int, costs: TransferCosts | None, peer: Peer | None
+) -> FetchRun | None:
+    """Return what is to come for a boundary, from a peer or else from the disk; None: it is none, or does not pay."""
+    tier, disk = state.store.tier, state.store.disk
+    if boundary <= hits or tier is None:
+        return None
+    items, images, sizes = list[FetchItem](), 0, state.config.block_pages
+    for lack in matcher.lacking(boundary):
+        frame = _FETCHING
+        if not _is_coming(tier, *lack):
+            frame = _AT_PEER if peer is not None or disk is None else disk.entries[lack.key]
+            images += sizes[group_in(lack.key)]
+        items.append(FetchItem(*lack, frame))
+    ahead = peer.ahead if peer is not None else 0
+    if not items or not fetch_pays(costs, boundary - hits, peer is not None, ahead, images):
+        return None
+    return FetchRun(hits, items, matcher.frames_behind(boundary), peer)
+
+
+def _is_coming(tier: FrameTier, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+    """Return whether a content is being fetched."""
+    frame = tier.expected.get(key)
+    return frame is not None and _is_at(tier, frame, parent, depth)
+
+
+def _is_on_disk(state: LedgerState, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+    """Return whether a content is being fetched, or can be from the disk."""
+    store = state.store
+    if store.tier is None or key in store.cache.ambiguous:
+        return False
+    if _is_coming(store.tier, key, parent, depth):
+        return True
+    on_disk = store.disk is not None and not state.transfers.closed and store.disk.find(key, parent, depth) is not None
+    return on_disk and _is_unknown(store.tier, key)
+
+
+def _is_at_peer(state: LedgerState, peer: HasContents, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+    """Return whether a content is being fetched, or can be from a peer."""
+    store = state.store
+    if store.tier is None or key in store.cache.ambiguous:
+        return False
+    if _is_coming(store.tier, key, parent, depth):
+        return True
+    return _is_unknown(store.tier, key) and peer.has_content(key, parent, depth)
+
+
+def _is_unknown(tier: FrameTier, key: BlockHash) -> bool:
+    """Return whether host memory neither has a content with this key nor expects one."""
+    return key not in tier.entries and key not in tier.expected
+
+
+def _rooms_in_groups(state: LedgerState) -> tuple[int, int]:
+    """Return how many contents may be fetched now, and how many pages of them."""
+    tier = state.store.tier
+    assert tier is not None
+    part = state.ahead.part.open if state.ahead.part is not None else ()
+    ahead = sum([state.transfers.open[number].num_pages for number in part])
+    pages = int(LANDING_SHARE * len(tier.frames)) - tier.to_come + ahead
+    return MOST_FETCHES - len(state.transfers.fetching) + len(part), min(pages, MAX_PEER_IMAGES)
+
+
+# ------------------------------------------------------------ what there is, and orders
+
+
+def count_run(state: LedgerState, hashes: Items[BlockHash], first: int, end: int) -> int:
+    """Return how many leading blocks of hashes[first:end] the worker has in the pool or in host memory.
+
+    Where the pool has groups, they are those of the first one.
+    """
+    cache, place = state.store.cache, first
+    while place < end:
+        block_hash, parent = hashes[place], hashes[place - 1] if place else ROOT
+        below = cache.tier is not None and cache.tier.find_run(hashes, place, place + 1, cache.ambiguous)
+        if not below and cache.find_registered_block(block_hash, parent, place) is None:
+            break
+        place += 1
+    return place - first
+
+
+def has_content(state: LedgerState, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+    """Return whether the worker has a content in the pool or in host memory."""
+    cache = state.store.cache
+    if key in cache.ambiguous:
+        return False
+    if cache.find_registered_block(key, parent, depth) is not None:
+        return True
+    return cache.tier is not None and cache.tier.find(key, parent, depth) is not None
 
 
 def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], first: int, end: int) -> int:
     """Return how many blocks of hashes[first:end] are being fetched, from the first one on."""
     for place in range(first, end):
-        expected = tier.expected.get(hashes[place])
         parent = hashes[place - 1] if place else ROOT
-        if (
-            expected is None
-            or hashes[place] in state.store.cache.ambiguous
-            or not _is_at(tier, expected, parent, place)
-        ):
+        if hashes[place] in state.store.cache.ambiguous or not _is_coming(tier, hashes[place], parent, place):
             return place - first
     return end - first
 
@@ -201,7 +352,7 @@ def _find_at_peer(
     if state.peers is None or store.tier is None:
         return None, []
     end = min(end, first + _room(state, store.tier))
-    found = state.peers(hashes, first, end) if first < end else None
+    found = state.peers(lambda peer: peer.find_run(hashes, first, end)) if first < end else None
     if found is None:
         return None, []
     peer, count = found
@@ -210,31 +361,45 @@ def _find_at_peer(
 
 def _count_unknown(tier: FrameTier, hashes: list[BlockHash]) -> int:
     """Return how many leading hashes have no frame of host memory, and are not being fetched into one."""
-    known = (place for place, each in enumerate(hashes) if each in tier.entries or each in tier.expected)
+    known = (place for place, each in enumerate(hashes) if not _is_unknown(tier, each))
     return next(known, len(hashes))
 
 
-def _order_fetches(state: LedgerState, hashes: list[BlockHash], run: FetchRun) -> list[int]:
+def _order_fetches(state: LedgerState, run: FetchRun) -> list[int]:
     """Order what is to be fetched of a run, as far as frames can be had; return the ids of all its transfers."""
     store, transfers = state.store, state.transfers
     assert store.tier is not None
     awaited, orders = list[int](), list[Transfer]()
-    for place, frame in enumerate(run.frames, run.first):
+    for key, parent, depth, frame in run.items:
         if frame == _FETCHING:
-            awaited.append(transfers.fetching[hashes[place]])
+            awaited.append(transfers.fetching[key])
             continue
-        parent = hashes[place - 1] if place else ROOT
-        taken = _expect(state, store.tier, hashes[place], parent, place)
+        taken = _expect(state, store.tier, key, parent, depth)
         if taken is None:
             break
+        source, read = FROM_PEER, (FROM_PEER.index,) * store.tier.pages_of(key)
         if frame != _AT_PEER and store.disk is not None:
             store.disk.hold([frame])
-        ends = FROM_PEER if frame == _AT_PEER else Place(Medium.DISK, frame), Place(Medium.HOST, taken.frame)
-        orders.append(Transfer(transfers.next_id(), hashes[place], parent, place, *ends))
+            source, read = Place(Medium.DISK, frame), store.disk.pages_at(frame)
+        orders.append(_transfer(state, Lack(key, parent, depth), source, read, store.tier, taken.frame))
     if run.peer is not None and orders:
-        peer = run.peer.serve([each.hash for each in orders])
+        peer = run.peer.serve([each.key for each in orders])
         orders = [replace(each, peer=peer) for each in orders]
     return awaited + [transfers.order(each) for each in orders]
+
+
+def _transfer(
+    state: LedgerState, lack: Lack, source: Place, read: tuple[FrameId, ...], tier: FrameTier, frame: FrameId
+) -> Transfer:
+    """Return the transfer of a content from the pages `read`, of which `source` is the first, into frames of a tier."""
+    key, parent, depth = lack
+    medium = Medium.HOST if tier is state.store.tier else Medium.DISK
+    number, target = state.transfers.next_id(), Place(medium, frame)
+    if not state.config.groups:
+        return Transfer(number, key, parent, depth, source, target)
+    others = tuple(zip(read[1:], tier.pages_at(frame)[1:], strict=True))
+    group = group_in(key)
+    return Transfer(number, hash_in(key), parent, depth, source, target, group=group, others=others)
 
 
 def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bool:
@@ -242,7 +407,7 @@ def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bo
 
 
 def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
-    """Take a frame for what a transfer brings; what it held leaves the index, unless something else has it."""
+    """Take frames for what a transfer brings; what they held leaves the index, unless something else has it."""
     taken = tier.expect(block_hash, parent, depth)
     state.store.cache.note_dropped(taken)
     if tier is state.store.tier:
@@ -250,12 +415,14 @@ def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: 
     return taken if taken.frame != NO_FRAME else None
 
 
-def fetched_for(sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched:
+def fetched_for(state: LedgerState, sequence: Sequence, plan: grant_plan.GrantPlan) -> Fetched:
     """Return what a sequence that is admitted, and has waited for a fetch, has got by it."""
     fetch = sequence.fetch
     assert fetch is not None, "only of one that has waited"
     shared = max(0, min(fetch.landed, plan.shared - fetch.first))
-    return Fetched(shared, fetch.blocks, fetch.seconds, fetch.source)
+    if state.config.groups and fetch.landed:  # a checkpoint alone may save many blocks
+        shared = max(0, plan.shared - fetch.first)
+    return Fetched(shared, max(shared, fetch.blocks), fetch.seconds, fetch.source)
 
 
 def stop_awaiting(state: LedgerState, sequence: Sequence) -> bool:
@@ -276,49 +443,75 @@ def queue_saves(state: LedgerState, sequence: Sequence) -> None:
     disk, transfers = state.store.disk, state.transfers
     if disk is None or transfers.closed:
         return
-    hashes = sequence.block_hashes[: len(sequence.block_table)]
-    for block_hash in reversed(hashes):
-        disk.touch(block_hash)
-    for block_hash in hashes:
-        if block_hash not in disk.entries and block_hash not in disk.expected:
-            transfers.to_save[block_hash] = None
+    keys = sequence.block_hashes[: len(sequence.block_table)]
+    if state.config.groups:
+        keys = _keys_in_groups(state, sequence, keys)
+    for key in reversed(keys):
+        disk.touch(key)
+    for key in keys:
+        if key not in disk.entries and key not in disk.expected:
+            transfers.to_save[key] = None
+
+
+def _keys_in_groups(state: LedgerState, sequence: Sequence, hashes: list[BlockHash]) -> list[BlockHash]:
+    """Return the contents of a table, full blocks with these hashes, from which prompts are expected to go on.
+
+    The first group's come first, up to the deepest place at which that may be, then those of each other group that are
+    read there, the deepest first. Such places are the end of the table, that of the prompt, where the sequence went on
+    from others, where ranges of its retention end; and where layers keep states, the checkpoints alone.
+    """
+    config, store = state.config, state.store
+    points = {len(hashes), config.hits_of(sequence.num_tokens), sequence.n_shared}
+    points |= {each.end for each in sequence.retention}
+    kept = range(1, len(hashes) + 1) if store.states is not None else sorted(points)
+    if (states := store.states) is not None:
+        kept = [place for place in kept if states.is_worth_keeping(hashes[place - 1])]
+    ends = [place for place in kept if 0 < place <= len(hashes)]
+    found = dict.fromkeys(hashes[: max(ends, default=0)])
+    for end in reversed(ends):
+        for run, group in enumerate(config.groups[1:], 1):
+            first = min(unread_blocks(group, end * config.block_size, config.block_size), end)
+            found.update(dict.fromkeys([key_of(each, run) for each in hashes[first:end]]))
+    return list(found)
 
 
 def order_saves(state: LedgerState) -> None:
     """Order the next saves. A content is left out that has left the cache, or whose parent is not on disk."""
     transfers, disk = state.transfers, state.store.disk
     while transfers.to_save and disk is not None and transfers.saves < MOST_SAVES:
-        block_hash = next(iter(transfers.to_save))
-        del transfers.to_save[block_hash]
-        if block_hash not in disk.entries and block_hash not in disk.expected:
-            _save(state, disk, block_hash)
+        key = next(iter(transfers.to_save))
+        del transfers.to_save[key]
+        if key not in disk.entries and key not in disk.expected:
+            _save(state, disk, key)
 
 
-def _save(state: LedgerState, disk: FrameTier, block_hash: BlockHash) -> None:
+def _save(state: LedgerState, disk: FrameTier, key: BlockHash) -> None:
     store, transfers = state.store, state.transfers
-    found = _find_source(state, block_hash)
-    if found is None or block_hash in store.cache.ambiguous:
+    found = _find_source(state, key)
+    if found is None or key in store.cache.ambiguous:
         return
-    source, parent, depth = found
+    source, pages, parent, depth = found
     if parent and parent not in disk.entries and parent not in disk.expected:
         state.totals.unsaved += 1
         return
-    taken = _expect(state, disk, block_hash, parent, depth)
+    taken = _expect(state, disk, key, parent, depth)
     if taken is None:
         state.totals.unsaved += 1
         return
-    transfers.order(Transfer(transfers.next_id(), block_hash, parent, depth, source, Place(Medium.DISK, taken.frame)))
+    transfers.order(_transfer(state, Lack(key, parent, depth), source, pages, disk, taken.frame))
 
 
-def _find_source(state: LedgerState, block_hash: BlockHash) -> tuple[Place, BlockHash, int] | None:
-    """Return where a content is in the pool or in host memory, its parent and its depth."""
+def _find_source(state: LedgerState, key: BlockHash) -> tuple[Place, tuple[FrameId, ...], BlockHash, int] | None:
+    """Return where a content is in the pool or in host memory, all its pages there, its parent and its depth."""
     store = state.store
-    if (block := store.cache.entries.get(block_hash)) is not None:
-        parent = store.blocks.parent[block]
-        return (Place(Medium.BLOCK, block), parent or ROOT, store.blocks.index[block]) if parent is not None else None
-    if store.tier is not None and (frame := store.tier.entries.get(block_hash)) is not None:
+    if (block := store.cache.entries.get(key)) is not None:
+        parent, pages = store.blocks.parent[block], (block, *store.blocks.others.get(block, ()))
+        return (
+            None if parent is None else (Place(Medium.BLOCK, block), pages, parent or ROOT, store.blocks.index[block])
+        )
+    if store.tier is not None and (frame := store.tier.entries.get(key)) is not None:
         frames = store.tier.frames
-        return Place(Medium.HOST, frame), frames.parent[frame] or ROOT, frames.index[frame]
+        return Place(Medium.HOST, frame), store.tier.pages_at(frame), frames.parent[frame] or ROOT, frames.index[frame]
     return None
 
 
@@ -356,21 +549,21 @@ def _note_end(state: LedgerState, sequence: Sequence, number: int, end: Transfer
 def _end_fetch(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
     store, cache = state.store, state.store.cache
     assert store.tier is not None
-    del state.transfers.fetching[transfer.hash]
+    del state.transfers.fetching[transfer.key]
     if transfer.peer is None and store.disk is not None:
         _end_read(state, store.disk, transfer, end)
     if end is TransferEnd.DONE and _may_enter(state, store.tier, transfer):
-        cache.note_arrived(store.tier, transfer.hash)
+        cache.note_arrived(store.tier, transfer.key)
         state.totals.disk_loads += transfer.peer is None
         state.totals.peer_loads += transfer.peer is not None
     else:
-        store.tier.abandon(transfer.hash)
+        store.tier.abandon(transfer.key)
 
 
 def _end_read(state: LedgerState, disk: FrameTier, transfer: Transfer, end: TransferEnd) -> None:
     """Let a frame on disk go that was read. One that could not be read holds nothing, so nothing behind it counts."""
-    if disk.end_read(transfer.source.index, transfer.hash) and end in (TransferEnd.CORRUPT, TransferEnd.FAILED):
-        state.totals.disk_lost += state.store.cache.drop_tree(disk, transfer.hash)
+    if disk.end_read(transfer.source.index, transfer.key) and end in (TransferEnd.CORRUPT, TransferEnd.FAILED):
+        state.totals.disk_lost += state.store.cache.drop_tree(disk, transfer.key)
 
 
 def _end_save(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
@@ -378,16 +571,16 @@ def _end_save(state: LedgerState, transfer: Transfer, end: TransferEnd) -> None:
     assert disk is not None
     state.transfers.saves -= 1
     if end is TransferEnd.DONE and _may_enter(state, disk, transfer):
-        state.store.cache.note_arrived(disk, transfer.hash)
+        state.store.cache.note_arrived(disk, transfer.key)
         state.totals.disk_stores += 1
     else:
-        disk.abandon(transfer.hash)
+        disk.abandon(transfer.key)
 
 
 def _may_enter(state: LedgerState, tier: FrameTier, transfer: Transfer) -> bool:
     """Return whether what a transfer has brought has its parent before it, and no other content its hash."""
     cache = state.store.cache
-    if transfer.hash in tier.entries or cache.is_ambiguous(transfer.hash, transfer.parent, transfer.depth):
+    if transfer.key in tier.entries or cache.is_ambiguous(transfer.key, transfer.parent, transfer.depth):
         return False
     above = tier is state.store.tier and transfer.parent in cache.entries
     return not transfer.parent or above or transfer.parent in tier.entries

@@ -432,7 +432,7 @@ class _Frames:
     def take(self, place: Place) -> Image:
         raise AssertionError(f"nobody asks for {place}")
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         self.landed.append((frame, image))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.contracts.transfers import Medium, Place
+from common.contracts.transfers import ImageName, Medium, Place
 from common.contracts.types import BlockHash, FrameId
 from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.scheduling.images import Image
@@ -23,9 +23,9 @@ class Agent:
     def __init__(self) -> None:
         self.asked: list[list[BlockHash]] = []
 
-    def find_images(self, hashes: list[BlockHash]) -> list[Place | None]:
-        self.asked.append(list(hashes))
-        return [None if each[0] % 2 else Place(Medium.BLOCK, FrameId(each[0])) for each in hashes]
+    def find_images(self, names: list[ImageName]) -> list[Place | None]:
+        self.asked.append([name.key for name in names])
+        return [None if key[0] % 2 else Place(Medium.BLOCK, FrameId(key[0])) for key, _ in names]
 
 
 class Images:
@@ -38,7 +38,7 @@ class Images:
         self.clock.advance(self.seconds)
         return f"{place.medium.name} {place.index}".encode()
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         raise AssertionError("nothing lands")
 
 
@@ -53,7 +53,7 @@ class Server:
 
     def ask(self, *numbers: int) -> Answers:
         found: Answers = []
-        self.requests.ask([key(each) for each in numbers], lambda images: found.append(list(images)))
+        self.requests.ask([ImageName(key(each)) for each in numbers], lambda images: found.append(list(images)))
         return found
 
     def turn(self, steps_run: bool = False) -> bool:

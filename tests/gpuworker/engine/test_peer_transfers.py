@@ -85,7 +85,7 @@ class Frames:
     def take(self, place: Place) -> Image:
         raise AssertionError(f"nothing is saved, not even {place}")
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         self.landed.append((frame, bytes(image)))
 
 

@@ -11,6 +11,7 @@ from common.contracts.lease import CachedBlock, GrantBatch, Report, TierCopy
 from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FrameId
 from gpuworker.engine.transfers import Transfers
+from gpuworker.scheduling.frame_claims import Claims
 from gpuworker.scheduling.images import EndedTransfer, Image
 from tests.support.gpuworker.agent_harness import Driver, keys, report_of
 
@@ -62,7 +63,7 @@ class Images:
         self.taken.append(place)
         return f"{place.medium.name} {place.index}".encode()
 
-    def land(self, frame: FrameId, image: Image) -> None:
+    def land(self, frame: FrameId, image: Image, of_states: bool = False) -> None:
         self.clock.advance(self.seconds)
         self.landed.append((frame, image))
 
@@ -75,7 +76,7 @@ class Side:
         self.images = Images(self.clock)
         self.driver = Driver(24, SIZE, host_frames=BLOCKS, disk_frames=BLOCKS)
         self.agent = self.driver.agent
-        self.agent.restore_saved((), reset)
+        self.agent.restore_saved(Claims(), reset)
         self.transfers = Transfers(self.images, image_bytes, self.clock, self.mover, reset=reset)
         self.driver.submit(0, TOKENS, max_tokens=4)
         self.driver.admit(0, list(range(BLOCKS + 1)))
@@ -341,7 +342,7 @@ def test_an_image_that_was_read_before_a_break_is_dropped() -> None:
 
 def test_a_disk_that_is_not_usable_is_given_up_once() -> None:
     side = Side()
-    side.agent.restore_saved([CachedBlock(FrameId(7), HASHES[0], -1, 0, HASHES[0], 0)], reset=0)
+    side.agent.restore_saved(Claims((CachedBlock(FrameId(7), HASHES[0], -1, 0, HASHES[0], 0),)), reset=0)
     transfers = [fetch(0), save(1)]
     side.give(*transfers)
     side.turn()

@@ -66,12 +66,12 @@ def flip(path: Path, at: int) -> None:
 
 def test_a_worker_that_restarts_claims_what_it_has_saved(tmp_path: Path) -> None:
     disk = opened(tmp_path / "w")
-    assert (disk.num_frames, disk.claims(), disk.reset) == (4, (), 0)
+    assert (disk.num_frames, disk.claims().contents, disk.reset) == (4, (), 0)
     disk.write(save("a", 2), image_of("a"))
     disk.write(save("b", 0, "a", 1), image_of("b"))
     disk.close()
     again = opened(tmp_path / "w")
-    first, second = again.claims()
+    first, second = again.claims().contents
     assert (first.block, first.hash, first.parent_hash, first.depth) == (2, hash_of("a"), bytes(16), 0)
     assert (second.block, second.hash, second.parent_hash, second.depth) == (0, hash_of("b"), hash_of("a"), 1)
     assert again.read(fetch("a", 2)) == image_of("a")
@@ -85,12 +85,16 @@ def test_a_process_that_is_killed_leaves_what_it_has_saved(tmp_path: Path) -> No
 
 def test_claims_are_in_the_order_of_their_last_use(tmp_path: Path) -> None:
     disk = written(tmp_path / "w", "a", "b", "c")
-    assert [(each.hash, each.last_used) for each in disk.claims()] == [
+    assert [(each.hash, each.last_used) for each in disk.claims().contents] == [
         (hash_of(name), n) for n, name in enumerate("abc")
     ]
     disk.read(fetch("a", 0))
     disk.close()
-    assert [each.hash for each in opened(tmp_path / "w").claims()] == [hash_of("b"), hash_of("c"), hash_of("a")]
+    assert [each.hash for each in opened(tmp_path / "w").claims().contents] == [
+        hash_of("b"),
+        hash_of("c"),
+        hash_of("a"),
+    ]
 
 
 def test_a_block_that_two_frames_hold_is_claimed_once(tmp_path: Path) -> None:
@@ -125,7 +129,7 @@ def test_a_frame_that_holds_another_block_gives_nothing_and_keeps_it(tmp_path: P
 def test_a_reset_empties_all_frames_for_good(tmp_path: Path) -> None:
     disk = written(tmp_path / "w", "a", "b")
     disk.clear(5)
-    assert (disk.claims(), disk.reset) == ((), 5)
+    assert (disk.claims().contents, disk.reset) == ((), 5)
     assert read_or_end(disk, fetch("a", 0)) == TransferEnd.CORRUPT
     disk.write(save("c", 1), image_of("c"))
     drop(disk)

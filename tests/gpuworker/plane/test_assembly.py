@@ -128,7 +128,7 @@ def test_a_worker_that_restarts_finds_what_it_has_on_disk_and_loads_it_as_it_was
     second = on_disk(tmp_path, worker_id="w0", kv_cache_dtype="int8")
     assert second.disk is not None
     assert isinstance(second.images, HostFrames)
-    (claim,) = second.disk.claims()
+    (claim,) = second.disk.claims().contents
     assert (claim.block, claim.hash, claim.parent_hash, claim.depth) == (2, *hashes, 3)
     image = second.disk.read(Transfer(1, *hashes, 3, frame, Place(Medium.HOST, FrameId(0))))
     second.images.land(FrameId(0), image)
@@ -148,7 +148,7 @@ def test_a_worker_of_other_weights_or_types_does_not(tmp_path: Path, caplog: pyt
     first.disk.close()
     other = on_disk(tmp_path, worker_id="w0", dtype="bfloat16", kv_cache_dtype="float32")
     assert other.disk is not None
-    assert other.disk.claims() == ()
+    assert other.disk.claims().contents == ()
     assert "is emptied, its blocks are of another format: dtype was float32 and is bfloat16" in caplog.text
     other.disk.close()
 

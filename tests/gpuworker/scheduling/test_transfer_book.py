@@ -9,7 +9,7 @@ from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Report,
 from common.contracts.transfers import Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, FinishReason, FrameId, SequenceId
 from gpuworker.scheduling.block_states import Content
-from gpuworker.scheduling.frame_claims import FrameClaims
+from gpuworker.scheduling.frame_claims import Claims, FrameClaims
 from gpuworker.scheduling.transfer_book import TransferBook
 from tests.support.gpuworker.agent_harness import Driver, blocks, keys
 
@@ -166,7 +166,7 @@ def test_a_save_does_not_wait_for_a_copy_that_reads_its_source() -> None:
 
 def test_what_a_frame_on_disk_held_is_claimed_no_more_from_the_order_on() -> None:
     made = worker()
-    made.agent.restore_saved([CachedBlock(FrameId(3), B, -1, 7, A, 1)], reset=0)
+    made.agent.restore_saved(Claims((CachedBlock(FrameId(3), B, -1, 7, A, 1),)), reset=0)
     assert claims(made) == {3: (B, 1)}
     made.agent.attached(0)
     give(made, save(1, block(0), 3))
@@ -180,7 +180,7 @@ def saved_worker() -> Driver:
     """Return a worker with nothing in its pool, whose disk has the prompt's two blocks in frames 2 and 0."""
     made = Driver(8, SIZE, host_frames=4, disk_frames=4)
     rows = (CachedBlock(FrameId(2), A, -1, 7, A, 0), CachedBlock(FrameId(0), B, -1, 7, A, 1))
-    made.agent.restore_saved(rows, reset=5)
+    made.agent.restore_saved(Claims(rows), reset=5)
     made.agent.inventory()
     made.agent.attached(0)
     return made
@@ -256,7 +256,7 @@ def test_what_cannot_be_read_is_claimed_no_more(end: TransferEnd, kept: bool) ->
 def test_a_break_voids_transfers_and_what_comes_of_them_is_dropped() -> None:
     made = worker()
     one, two, bad = save(1, block(0), 3), fetch(2, 2, 0), fetch(3, 1, 1, depth=1)
-    made.agent.restore_saved([CachedBlock(FrameId(1), B, -1, 7, A, 1)], reset=0)
+    made.agent.restore_saved(Claims((CachedBlock(FrameId(1), B, -1, 7, A, 1),)), reset=0)
     give(made, one, two, bad)
     made.agent.take_reads()
     made.agent.take_saves(9)

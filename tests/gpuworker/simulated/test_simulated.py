@@ -216,11 +216,11 @@ def test_a_plane_has_as_many_frames_on_disk_as_a_model_would_and_finds_them_agai
     assert (tmp_path / "disk" / "w1" / "images").stat().st_size < 8192 * 118 // 2
     again = plane(folder, worker_id="w1", **options)
     assert again.disk is not None
-    assert [(each.block, each.hash) for each in again.disk.claims()] == [(5, b"h" * 16)]
+    assert [(each.block, each.hash) for each in again.disk.claims().contents] == [(5, b"h" * 16)]
     again.disk.close()
     other = plane(folder, **options)
     assert other.disk is not None
-    assert (other.disk.folder, other.disk.claims()) == (tmp_path / "disk" / "unnamed-0", ())
+    assert (other.disk.folder, other.disk.claims().contents) == (tmp_path / "disk" / "unnamed-0", ())
     other.disk.close()
 
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.contracts.hashing import key_of
 from common.contracts.types import BlockId, KvGroup, KvGroupKind, MissReason, SequenceId
 from kvmanager.cache.group_match import GroupMatch, GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch
-from kvmanager.contracts.block import ROOT, Blocks, key_of
+from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.ledger_config import LedgerConfig
 from tests.support.kvmanager.ledgers import hashes, prompt
 

@@ -11,6 +11,7 @@ from common.contracts.clock import ManualClock
 from common.contracts.lease import AHEAD_REASON, CachedBlock, GrantBatch, Inventory
 from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferEnd
 from common.contracts.types import BlockHash, BlockId, DecisionKind, KvGroup, KvGroupKind
+from kvmanager.contracts.ports import Reach
 from kvmanager.ledger import ahead
 from kvmanager.ledger.ahead_table import AheadKind, Answer, Outcome
 from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through, seal
@@ -29,8 +30,15 @@ class Source:
     def __init__(self, blocks: int) -> None:
         self.blocks, self.served = blocks, list[list[BlockHash]]()
 
-    def __call__(self, keys: Sequence[BlockHash], first: int, end: int) -> tuple[Source, int] | None:
-        return (self, min(self.blocks, end) - first) if min(self.blocks, end) > first else None
+    def __call__(self, reach: Reach) -> tuple[Source, int] | None:
+        count = reach(self)
+        return (self, count) if count else None
+
+    def find_run(self, keys: Sequence[BlockHash], first: int, end: int) -> int:
+        return max(0, min(self.blocks, end) - first)
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+        return depth < self.blocks
 
     def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         self.served.append(list(keys))

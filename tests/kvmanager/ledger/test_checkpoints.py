@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import key_of
 from common.contracts.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve, RetainedBlocks
 from common.contracts.types import (
     TRIMMED,
@@ -22,7 +23,7 @@ from common.contracts.types import (
     SequenceId,
     SequencePhase,
 )
-from kvmanager.contracts.block import BlockState, key_of
+from kvmanager.contracts.block import BlockState
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.block_map import BlockUse
 from kvmanager.ledger.ledger import Ledger

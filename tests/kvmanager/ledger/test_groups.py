@@ -12,6 +12,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import key_of
 from common.contracts.lease import CachedBlock, Inventory, InventorySequence, Reserve, RetainedBlocks
 from common.contracts.types import (
     TRIMMED,
@@ -24,7 +25,6 @@ from common.contracts.types import (
     SequenceId,
     SequencePhase,
 )
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.index_events import Removed, Stored
 from kvmanager.ledger.block_map import BlockUse
 from kvmanager.ledger.ledger import Ledger

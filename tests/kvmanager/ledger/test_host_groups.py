@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import key_of
 from common.contracts.lease import HOST_REASON, CachedBlock, GrantBatch, Inventory
 from common.contracts.types import (
     TRIMMED,
@@ -22,7 +23,6 @@ from common.contracts.types import (
     MissReason,
     SequenceId,
 )
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.index_events import Removed
 from kvmanager.ledger.evicting import evict_until_free
 from kvmanager.ledger.ledger import Ledger

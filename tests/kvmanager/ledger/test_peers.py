@@ -13,6 +13,7 @@ from common.contracts.transfer_tokens import TokenRefusal, TokenScope, serve_key
 from common.contracts.transfers import FROM_PEER, Fetched, Medium, PeerSource, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, KvGeometry, PoolIdentity
 from kvmanager.contracts.ledger_config import ManagerConfig
+from kvmanager.contracts.ports import Reach
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.peers import TOKEN_SECONDS, ServingPeer, count_asked, find_peer
 from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
@@ -37,13 +38,20 @@ class Having:
         self.blocks = blocks
         self.asked_of_peers: dict[str, int] = {}
 
-    def find_run(self, block_hashes: list[BlockHash], first: int, end: int) -> int:
+    def find_run(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
         return max(0, min(self.blocks, end) - first)
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+        return depth < self.blocks
 
 
 def found(asking: Attach, *others: tuple[Attach, Having], first: int = 0, end: int = 4) -> tuple[str, int] | None:
-    best = find_peer(asking, others, KEY, ManualClock(), KEYS, first, end)  # type: ignore[arg-type]
+    best = find_peer(asking, others, KEY, ManualClock(), lambda ledger: ledger.find_run(KEYS, first, end))
     return None if best is None else (best[0].worker_id, best[1])
+
+
+def run_of(first: int, end: int) -> Reach:
+    return lambda ledger: ledger.find_run(KEYS, first, end)
 
 
 # ---------------------------------------------------------------- who is asked
@@ -124,15 +132,15 @@ def test_a_worker_is_asked_once_its_inventory_is_in_and_until_it_leaves() -> Non
     assert asking.ledger.state.peers is not None
     steps = manager.rebuild_in_steps(source, Inventory(cached_blocks=claims))
     for _ in steps:
-        assert asking.ledger.state.peers(KEYS, 0, 4) is None
-    assert asking.ledger.state.peers(KEYS, 0, 4) is None
+        assert asking.ledger.state.peers(run_of(0, 4)) is None
+    assert asking.ledger.state.peers(run_of(0, 4)) is None
     manager.finish_rebuild(source)
-    peer = asking.ledger.state.peers(KEYS, 0, 4)
+    peer = asking.ledger.state.peers(run_of(0, 4))
     assert peer is not None
     assert (peer[0].worker_id, peer[1]) == ("source", 4)
-    assert asking.ledger.state.peers(KEYS, 4, 4) is None
+    assert asking.ledger.state.peers(run_of(4, 4)) is None
     manager.detach(source)
-    assert asking.ledger.state.peers(KEYS, 0, 4) is None
+    assert asking.ledger.state.peers(run_of(0, 4)) is None
 
 
 def test_a_run_goes_on_from_blocks_of_the_pool_to_frames_of_host_memory() -> None:
@@ -159,9 +167,16 @@ class Source:
     def __init__(self, blocks: int) -> None:
         self.blocks, self.served, self.asked, self.ahead = blocks, list[list[BlockHash]](), 0, 0
 
-    def __call__(self, keys: Sequence[BlockHash], first: int, end: int) -> tuple[Source, int] | None:
+    def __call__(self, reach: Reach) -> tuple[Source, int] | None:
         self.asked += 1
-        return (self, min(self.blocks, end) - first) if min(self.blocks, end) > first else None
+        count = reach(self)
+        return (self, count) if count else None
+
+    def find_run(self, keys: Sequence[BlockHash], first: int, end: int) -> int:
+        return max(0, min(self.blocks, end) - first)
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+        return depth < self.blocks
 
     def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         self.served.append(list(keys))

@@ -42,9 +42,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._report = _copy_report(agent._report)
     twin._in_flight = agent._in_flight.copy()
     twin._copies, twin._loaded = agent._copies.copy(), agent._loaded.copy()
-    twin._frames = FrameClaims(agent._frames.num_frames)
-    twin._frames.made = agent._frames.made.copy() if agent._frames.made is not None else None
-    twin._frames.held = _copy_claims(agent._frames.held)
+    twin._frames = _copy_frames(agent._frames)
     twin._transfers = _copy_transfers(agent._transfers)
     twin._partial_copies = PartialCopies()
     twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
@@ -87,9 +85,17 @@ def _copy_claims(old: dict[BlockId, C]) -> dict[BlockId, C]:
     return twin
 
 
+def _copy_frames(old: FrameClaims) -> FrameClaims:
+    twin = FrameClaims(old.num_frames)
+    twin.made = old.made.copy() if old.made is not None else None
+    twin.held = _copy_claims(old.held)
+    return twin
+
+
 def _copy_transfers(old: TransferBook) -> TransferBook:
     twin = TransferBook(old.disk_frames, old.has_peers)
-    twin.saved, twin.open, twin.closed = old.saved.copy(), old.open.copy(), old.closed
+    twin._block_pages, twin.saved, twin._left = old._block_pages, _copy_frames(old.saved), old._left.copy()
+    twin.open, twin.closed = old.open.copy(), old.closed
     twin._to_read, twin._to_take = old._to_read.copy(), old._to_take.copy()
     return twin
 
@@ -151,9 +157,11 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 
 def _transfers_key(transfers: TransferBook) -> tuple[object, ...]:
-    saved = frozenset([(frame, each.hash) for frame, each in transfers.saved.items()])
+    saved = frozenset([(frame, each and each.key) for frame, each in transfers.saved.held.items()])
     waiting = tuple(transfers._to_read), tuple(transfers._to_take)
-    return transfers.closed, saved, tuple(transfers.open.values()), waiting
+    made = transfers.saved.made
+    pages = frozenset(made.pages.items()) if made is not None else None
+    return transfers.closed, saved, pages, tuple(transfers.open.values()), tuple(transfers._left.items()), waiting
 
 
 def _blocks_key(blocks: BlockStates) -> tuple[object, ...]:

@@ -40,9 +40,9 @@ def order_whole_wishes(state: LedgerState, wish: Wish, now: float) -> str | None
         return _order_blocks(state, wish, now)
 
 
-def await_everything(state: LedgerState, hashes: list[BlockHash], run: transfers.FetchRun) -> list[int]:
+def await_everything(state: LedgerState, run: transfers.FetchRun) -> list[int]:
     """A sequence waits for all that is on its way, whoever wants it."""
-    ordered = _order_fetches(state, hashes, run)
+    ordered = _order_fetches(state, run)
     return [*ordered, *(number for number in state.transfers.fetching.values() if number not in ordered)]
 
 
@@ -51,7 +51,8 @@ def order_from_the_beginning(
 ) -> transfers.FetchRun | None:
     """What is there comes once more."""
     found = _find_ahead(state, hashes, first, end)
-    return None if found is None else found._replace(first=0, frames=[transfers._AT_PEER] * end, behind=[])
+    everything = transfers._items(hashes, 0, [transfers._AT_PEER] * end)
+    return None if found is None else found._replace(first=0, items=everything, behind=[])
 
 
 def count_at_the_order(state: LedgerState, wish: Wish, now: float) -> str | None:

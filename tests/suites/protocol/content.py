@@ -109,11 +109,6 @@ def _key_of(slots: tuple[int, ...], part: int) -> BlockHash | None:
     return key(nodes[-1], len(nodes))
 
 
-def key_of_slots(slots: tuple[int, ...]) -> BlockHash | None:
-    """Return the key of the block whose slots these are; None unless all hold the tokens of one prefix."""
-    return _key_of(slots, 0)
-
-
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
     """Return the key of the block before the one that `of` stands for; None for a first block."""
     before = ancestor(_nodes_of_keys[of], block_size)
@@ -121,10 +116,11 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
 
 
 @cache
-def image_of(block_hash: BlockHash, block_size: int) -> tuple[int, ...]:
-    """Return what the slots of the block hold that a hash stands for."""
+def image_of(block_hash: BlockHash, block_size: int, part: int = 0, states: bool = False) -> tuple[int, ...]:
+    """Return what the slots of a page hold, a part of the place of the block that a hash stands for."""
     node = _nodes_of_keys[block_hash]
-    return tuple([ancestor(node, steps) for steps in range(block_size - 1, -1, -1)])
+    steps = [0] * block_size if states else range(block_size - 1, -1, -1)
+    return tuple([as_part(ancestor(node, each), part) for each in steps])
 
 
 class Device:

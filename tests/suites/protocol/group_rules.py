@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from common.contracts.hashing import hash_in
 from common.contracts.lease import Admit, Inventory
 from common.contracts.types import TRIMMED, BlockHash, BlockId
 from gpuworker.scheduling.block_states import BlockStates
@@ -15,7 +16,6 @@ from gpuworker.scheduling.sequence import Sequence as WorkerSequence
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.group_match import GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixCache
-from kvmanager.contracts.block import hash_in
 from kvmanager.contracts.index_events import Removed, Stored
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import group_in, hash_in, key_of
 from common.contracts.lease import GrantBatch, TierCopy
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FrameId, SequenceId
 from gpuworker.scheduling.lease_agent import LeaseAgent
-from kvmanager.contracts.block import group_in, hash_in, key_of
 from kvmanager.ledger.ahead import MOST_WISHES
 from kvmanager.ledger.audit import InvariantBroken
 from kvmanager.ledger.ledger import Ledger
@@ -272,19 +272,42 @@ def _frames_hold(world: World, key: BlockHash, frames: Items[FrameId]) -> bool:
 
 def _disk_is_true(world: World, ledger: Ledger) -> None:
     """I17 of frames on disk, if they have not rotted. I18: the true parent of each hash there is there too."""
-    found, disk = dict(world.disk.entries), ledger.state.store.disk
-    claims = {frame: claim.hash for frame, claim in world.agent._transfers.saved.items()}
-    for frame, key in (*claims.items(), *((frame, key) for key, frame in (disk.entries if disk else {}).items())):
-        entry = found.get(frame)
-        if entry is None and frame in claims:
-            raise Violation("I17", f"frame {frame} on disk holds nothing")
-        image = None if entry is None else entry.image
-        if entry is not None and (entry.hash != key or (image and content.key_of_slots(image) != key)):
+    disk, saved = ledger.state.store.disk, world.agent._transfers.saved
+    if disk is None:
+        return
+    for frame, claim in saved.held.items():
+        frames = (frame,) if saved.made is None else saved.made.pages[frame]
+        if claim is None or not _disk_holds(world, claim.key, frames, must=True):
+            raise Violation("I17", f"the worker claims what frame {frame} on disk does not hold")
+    for key, frame in disk.entries.items():
+        if not _disk_holds(world, key, disk.pages_at(frame)):
             raise Violation("I17", f"frame {frame} on disk does not hold what its hash says")
-    for key in disk.entries if disk is not None else ():
-        parent = content.parent_key(key, world.scenario.block_size)
-        if parent is not None and disk is not None and parent not in disk.entries:
+        own = hash_in(key)
+        parent = content.parent_key(key, world.scenario.block_size) if key == own else own
+        if parent is not None and parent not in disk.entries:
             raise Violation("I18", "a content is on disk without its parent")
+
+
+def _disk_holds(world: World, key: BlockHash, frames: Items[FrameId], must: bool = False) -> bool:
+    """Return whether frames on disk hold all of a content, each its part, unless they are empty or have rotted.
+
+    With `must` none of them is empty.
+    """
+    layers, size = world.layers[group_in(key)], world.scenario.block_size
+    if len(frames) != layers.pages:
+        return False
+    for page, frame in enumerate(frames):
+        entry = world.disk.get(frame)
+        if entry is None and must:
+            return False
+        if entry is None:
+            continue
+        held = content.image_of(hash_in(key), size, layers.first_part + page, layers.keeps_states)
+        if (entry.hash, entry.group, entry.page) != (hash_in(key), group_in(key), page):
+            return False
+        if entry.image is not None and entry.image != held:
+            return False
+    return True
 
 
 def _sources_are_held(world: World, ledger: Ledger) -> None:

@@ -152,6 +152,7 @@ def _copy_tier(old: FrameTier) -> FrameTier:
     new = FrameTier.__new__(FrameTier)
     new.frames, new.entries, new._pages = _copy_blocks(old.frames), old.entries.copy(), old._pages
     new.free, new.apart, new.expected = old.free.copy(), old.apart.copy(), old.expected.copy()
+    new.to_come = old.to_come
     if isinstance(old.order, LeastRecentlyUsed):
         new.order = order = _copy_list(old.order)
         order._blocks, order._entries, order.withheld = new.frames, new.entries, ()

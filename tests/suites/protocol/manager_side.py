@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.contracts.clock import ManualClock
+from common.contracts.hashing import key_of
 from common.contracts.lease import Attach, AttachRejected, Inventory, Report
 from common.contracts.transfers import PeerSource
 from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import ManagerConfig
+from kvmanager.contracts.ports import Reach
 from kvmanager.ledger.ahead_table import AheadKind
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.registry import WorkerRegistry
@@ -27,14 +28,24 @@ CLOCK = ManualClock()
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """A peer that has, as the manager believes, all blocks of each `every`-th prompt."""
+    """A peer that has, as the manager believes, all blocks of each `every`-th prompt.
+
+    Where the pool has groups, it has each `every`-th of all contents.
+    """
 
     every: int
     worker_id: str = "peer"
     ahead: int = 0
 
-    def __call__(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> tuple[Oracle, int] | None:
-        return None if block_hashes[-1][0] % self.every else (self, end - first)
+    def __call__(self, reach: Reach) -> tuple[Oracle, int] | None:
+        count = reach(self)
+        return (self, count) if count else None
+
+    def find_run(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        return 0 if block_hashes[-1][0] % self.every else end - first
+
+    def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
+        return not (key[0] + key[-1]) % self.every
 
     def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
         return PeerSource(self.worker_id, bytes(16), "127.0.0.1:1", bytes(16), 0)

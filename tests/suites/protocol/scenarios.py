@@ -79,6 +79,8 @@ FETCHED = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 """Both begin with the same two blocks, and a peer has these."""
 
 HALF, STALE = (TransferEnd.DONE, TransferEnd.STALE), (TransferEnd.STALE,)
+MOSTLY = (*(TransferEnd.DONE,) * 8, *TransferEnd)
+"""A prompt goes on if all that it reads has come, of all groups."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -420,12 +422,70 @@ LARGE: dict[str, Scenario] = {
     "disk_partial": Scenario(_IN_TURNS, 4, frames=6, disk=9, block_size=4, budget=6, partly=True, max_num_seqs=1),
     "disk_parts": Scenario(_BEGINNING, 10, frames=6, disk=12, budget=5, first_part=4, with_index=True),
     "disk_mixed": Scenario(_MIXED, 8, frames=6, disk=8, budget=4, with_index=True),
+    "disk_window": Scenario(
+        _IN_TURNS, 12, groups=WINDOW_FULL, frames=16, disk=30, budget=5, max_num_seqs=1, with_index=True
+    ),
+    "disk_window_few": Scenario(_IN_TURNS, 14, groups=WINDOW_FULL, frames=7, disk=9, budget=4, max_num_seqs=2),
+    "disk_chunk": Scenario(_IN_TURNS, 15, groups=CHUNK, frames=8, disk=20, budget=4, max_num_seqs=3, admissions=1),
+    "disk_three": Scenario(_IN_TURNS, 28, groups=THREE, frames=30, disk=60, budget=5, max_num_seqs=2, with_index=True),
+    "disk_compound": Scenario(_IN_TURNS, 30, groups=COMPOUND, frames=26, disk=60, budget=6, max_num_seqs=1),
+    "disk_state": Scenario(_IN_TURNS, 14, groups=STATE, frames=24, disk=40, budget=5, max_num_seqs=1, with_index=True),
+    "disk_state_few": Scenario(_CHATS, 16, groups=STATE, frames=9, disk=14, least_saved=2, budget=4, max_num_seqs=2),
+    "disk_state_window": Scenario(_IN_TURNS, 30, groups=STATE_WINDOW, frames=30, disk=60, budget=5, max_num_seqs=2),
     "peers": Scenario(_IN_TURNS, 6, frames=8, budget=5, peers=1, max_num_seqs=1, with_index=True),
     "peers_few": Scenario(_IN_TURNS, 7, frames=4, budget=4, peers=2, max_num_seqs=2),
     "peers_pressed": Scenario(_IN_TURNS, 8, frames=5, budget=4, peers=1, max_num_seqs=3, admissions=1),
     "peers_disk": Scenario(_IN_TURNS, 6, frames=6, disk=9, budget=5, peers=2, max_num_seqs=2, with_index=True),
     "peers_partial": Scenario(_IN_TURNS, 4, frames=6, block_size=4, budget=6, peers=1, partly=True, max_num_seqs=2),
     "peers_mixed": Scenario(_MIXED, 8, frames=6, budget=4, peers=1, with_index=True),
+    "peers_window": Scenario(
+        _IN_TURNS,
+        12,
+        groups=WINDOW_FULL,
+        frames=16,
+        budget=5,
+        peers=1,
+        peer_ends=MOSTLY,
+        max_num_seqs=1,
+        with_index=True,
+    ),
+    "peers_window_few": Scenario(
+        _IN_TURNS, 14, groups=WINDOW_FULL, frames=8, budget=4, peers=2, peer_ends=MOSTLY, max_num_seqs=2
+    ),
+    "peers_chunk": Scenario(
+        _IN_TURNS, 15, groups=CHUNK, frames=9, disk=12, budget=4, peers=2, peer_ends=MOSTLY, max_num_seqs=3
+    ),
+    "peers_three": Scenario(
+        _IN_TURNS,
+        28,
+        groups=THREE,
+        frames=40,
+        disk=40,
+        budget=5,
+        peers=1,
+        peer_ends=MOSTLY,
+        max_num_seqs=2,
+        with_index=True,
+    ),
+    "peers_compound": Scenario(_MIXED, 44, groups=COMPOUND, frames=40, budget=6, peers=1, peer_ends=MOSTLY),
+    "peers_state": Scenario(
+        _IN_TURNS,
+        14,
+        groups=STATE,
+        frames=24,
+        least_saved=2,
+        budget=5,
+        peers=1,
+        peer_ends=MOSTLY,
+        max_num_seqs=1,
+        with_index=True,
+    ),
+    "peers_state_few": Scenario(
+        _CHATS, 16, groups=STATE, frames=10, disk=14, budget=4, peers=2, peer_ends=MOSTLY, max_num_seqs=2
+    ),
+    "peers_state_window": Scenario(
+        _IN_TURNS, 30, groups=STATE_WINDOW, frames=30, disk=30, budget=5, peers=2, peer_ends=MOSTLY, max_num_seqs=2
+    ),
     "ahead": Scenario(_IN_TURNS, 6, frames=16, budget=5, peers=1, wishes=8, max_num_seqs=2, with_index=True),
     "ahead_few": Scenario(_IN_TURNS, 7, frames=8, budget=4, peers=2, wishes=12, max_num_seqs=2),
     "ahead_disk": Scenario(_IN_TURNS, 6, frames=12, disk=9, budget=5, peers=2, wishes=8, max_num_seqs=2),

@@ -39,8 +39,8 @@ UNAUDITED_FRAMES = (audit, "check_frames", nothing)
 # ------------------------------------------------------------ what counts, and when
 
 
-def register_at_the_order(state: LedgerState, hashes: list[BlockHash], run: transfers.FetchRun) -> list[int]:
-    ordered = _order_fetches(state, hashes, run)
+def register_at_the_order(state: LedgerState, run: transfers.FetchRun) -> list[int]:
+    ordered = _order_fetches(state, run)
     assert state.store.tier is not None
     for block_hash in [*state.store.tier.expected]:
         state.store.cache.note_arrived(state.store.tier, block_hash)
@@ -199,7 +199,7 @@ def forget_who_waits(state: LedgerState, sequence: Sequence) -> bool:
 def name_the_last_reset(world: TransferSide) -> None:
     """A process that starts names the latest reset, whether or not its disk has carried it out."""
     world.reading, world.coming, world.writing, world.landing = (), (), (), ()
-    world.agent.restore_saved(world.disk.claims(), world.resets)
+    world.agent.restore_saved(world.disk.claims(()), world.resets)
 
 
 def start_without_the_last_reset(world: ManagerSide) -> None:
@@ -209,11 +209,11 @@ def start_without_the_last_reset(world: ManagerSide) -> None:
 
 def end_with_the_claim(
     book: TransferBook, transfer: Transfer, end: TransferEnd, frames: FrameClaims, step: int
-) -> bool:
-    kept: dict[FrameId, Content] = book.saved.copy()
+) -> TransferEnd | None:
+    kept: dict[FrameId, Content | None] = book.saved.held.copy()
     ended = _book_end(book, transfer, end, frames, step)
     if end is TransferEnd.CORRUPT:
-        book.saved = kept
+        book.saved.held = kept
     return ended
 
 
@@ -323,7 +323,7 @@ TRANSFER_MUTANTS = (
     Mutant(
         "146",
         "the manager counts transfers that were open at a reset",
-        ((evicting, "drop_cached_blocks", drop_without_voiding), UNAUDITED),
+        ((evicting, "drop_cached_blocks", drop_without_voiding), UNAUDITED, UNAUDITED_FRAMES),
         Exhaustive("disk_warm_reset"),
         ("I10", "I11"),
     ),

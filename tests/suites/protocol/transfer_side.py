@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.contracts.hashing import group_in, hash_in
 from common.contracts.lease import CachedBlock, Copy, TierCopy
-from common.contracts.transfers import Medium, Place, Transfer, TransferEnd
-from common.contracts.types import BlockHash, FrameId
+from common.contracts.transfers import ImageName, Medium, Place, Transfer, TransferEnd
+from common.contracts.types import BlockHash, BlockId, FrameId
 from gpuworker.scheduling.claims_by_hash import ClaimsByHash
+from gpuworker.scheduling.frame_claims import Claims
 from kvmanager.contracts.block import ROOT
 from tests.suites.protocol import content
 from tests.suites.protocol.invariants import Violation
+from tests.suites.protocol.scenario import Layers
 from tests.suites.protocol.state import State
 
 Image = tuple[int, ...]
@@ -23,12 +26,14 @@ TRANSFERS = ("begin", "read", "come", "write", "land")
 
 
 class Entry(NamedTuple):
-    """What a frame on disk holds; None: it has rotted."""
+    """What a frame on disk holds: a page of a content of a group; None: it has rotted."""
 
     hash: BlockHash
     parent: BlockHash
     depth: int
     image: Image | None
+    group: int = 0
+    page: int = 0
 
 
 class Disk(NamedTuple):
@@ -44,23 +49,37 @@ class Disk(NamedTuple):
         kept = [each for each in self.entries if each[0] != frame]
         return self._replace(entries=tuple(sorted([*kept, *([(frame, entry)] if entry else [])])))
 
-    def claims(self) -> tuple[CachedBlock, ...]:
-        return tuple([CachedBlock(f, e.hash, -1, 0, e.parent or e.hash, e.depth) for f, e in self.entries])
+    def claims(self, sizes: tuple[int, ...]) -> Claims:
+        """Return the contents that are there with all their pages, of which a group has `sizes`; () without groups."""
+        parts = dict[tuple[int, BlockHash, int], dict[int, FrameId]]()
+        for frame, each in self.entries:
+            parts.setdefault((each.depth, each.hash, each.group), {})[each.page] = frame
+        whole = [(key, pages) for key, pages in sorted(parts.items()) if len(pages) == (sizes or (1,))[key[-1]]]
+        contents, groups, pages = list[CachedBlock](), list[int](), list[FrameId]()
+        for (depth, block_hash, group), frames in whole:
+            entry = self.get(frames[0])
+            assert entry is not None
+            contents.append(CachedBlock(frames[0], block_hash, -1, 0, entry.parent or entry.hash, depth))
+            groups.append(group)
+            pages += [frames[page] for page in sorted(frames)]
+        return Claims(tuple(contents), tuple(groups), tuple(pages)) if sizes else Claims(tuple(contents))
 
 
-def disk_with(tokens: tuple[int, ...], block_size: int) -> Disk:
-    """Return a disk that has the full blocks of some tokens, the last one in frame 0."""
+def disk_with(tokens: tuple[int, ...], block_size: int, layers: tuple[Layers, ...]) -> Disk:
+    """Return a disk that has the full blocks of some tokens in every group, the last one in frame 0."""
     nodes, entries, parent = content.path(tokens), list[Entry](), ROOT
     for depth in range(len(tokens) // block_size):
-        held = tuple(nodes[depth * block_size : (depth + 1) * block_size])
-        key = content.key(held[-1], block_size)
-        entries.append(Entry(key, parent, depth, held))
+        key = content.key(nodes[(depth + 1) * block_size - 1], block_size)
+        for group, each in enumerate(layers):
+            for page in range(each.pages):
+                held = content.image_of(key, block_size, each.first_part + page, each.keeps_states)
+                entries.append(Entry(key, key if group else parent, depth, held, group, page))
         parent = key
     return Disk(tuple([(FrameId(frame), entry) for frame, entry in enumerate(reversed(entries))]))
 
 
 class Write(NamedTuple):
-    """A write under way, and the reset after which it was ordered."""
+    """A write of a page under way, and the reset after which it was ordered."""
 
     transfer: Transfer
     image: Image
@@ -73,7 +92,8 @@ class TransferSide(State):
     def restart_transfers(self) -> None:
         """A worker process starts: what threads of an earlier one had in hand is lost, what is on disk is not."""
         self.reading, self.coming, self.writing, self.landing = (), (), (), ()
-        self.agent.restore_saved(self.disk.claims(), self.disk.reset)
+        sizes = tuple([group.pages for group in self.scenario.groups])
+        self.agent.restore_saved(self.disk.claims(sizes), self.disk.reset)
 
     def begin(self, _: int) -> bool:
         """The engine hands what was ordered to threads; it takes images of what it saves."""
@@ -95,11 +115,8 @@ class TransferSide(State):
         transfer, *rest = self.reading
         self.reading = tuple(rest)
         entry = self.disk.get(transfer.source.index)
-        right = entry is not None and (entry.hash, entry.parent, entry.depth) == (
-            transfer.hash,
-            transfer.parent,
-            transfer.depth,
-        )
+        asked = transfer.hash, transfer.parent, transfer.depth, transfer.group, transfer.page
+        right = entry is not None and (*entry[:3], entry.group, entry.page) == asked
         if entry is not None and right and entry.image is not None:
             self.landing = (*self.landing, (transfer, entry.image))
             return True
@@ -114,7 +131,10 @@ class TransferSide(State):
         self.coming = tuple(rest)
         assert transfer.peer is not None
         if end is TransferEnd.DONE:
-            self.landing = (*self.landing, (transfer, content.image_of(transfer.hash, self.scenario.block_size)))
+            layers = self.layers[transfer.group]
+            part = layers.first_part + transfer.page
+            image = content.image_of(transfer.hash, self.scenario.block_size, part, layers.keeps_states)
+            self.landing = (*self.landing, (transfer, image))
         else:
             self.agent.end_transfer(transfer, TransferEnd(end))
         return True
@@ -125,7 +145,8 @@ class TransferSide(State):
         self.writing = tuple(rest)
         transfer = write.transfer
         if write.reset == self.disk.reset:
-            entry = Entry(transfer.hash, transfer.parent, transfer.depth, write.image)
+            named = transfer.hash, transfer.parent, transfer.depth
+            entry = Entry(*named, write.image, transfer.group, transfer.page)
             self.disk = self.disk.put(transfer.target.index, entry)
         self.agent.end_transfer(transfer, TransferEnd.DONE)
         return True
@@ -140,7 +161,7 @@ class TransferSide(State):
             self.device.slots[self.device.frame(transfer.target.index)] = list(image)
             self.agent.end_transfer(transfer, TransferEnd.DONE)
             if transfer.peer is not None and self.agent.reset == self.resets:
-                self.void -= {transfer.hash}  # ordered after the reset, so the peer has carried it out
+                self.void -= {transfer.key}  # ordered after the reset, so the peer has carried it out
         self.landing = tuple(rest)
         return True
 
@@ -164,14 +185,21 @@ class TransferSide(State):
         assert isinstance(blocks, ClaimsByHash)
         assert isinstance(frames, ClaimsByHash)
         keys = [*blocks._places, *(key for key in frames._places if key not in blocks._places)]
-        for key, place in zip(keys, self.agent.find_images(keys), strict=True):
+        names = [ImageName(key, page) for key in keys for page in range(self.layers[group_in(key)].pages)]
+        for (key, page), place in zip(names, self.agent.find_images(names), strict=True):
             if place is None:
                 continue
-            host = place.medium is Medium.HOST
-            if self.device.block_key(self.device.frame(place.index) if host else place.index) != key:
+            at = BlockId(self.device.frame(place.index)) if place.medium is Medium.HOST else place.index
+            if not self._is_page(at, key, page):
                 raise Violation("I24", f"a peer would get {place} for a content that it does not hold")
             if any(place == _places(copy)[1] for copy in self._open_copies()):
                 raise Violation("I24", f"a peer would get {place}, which a copy writes that has not run")
+
+    def _is_page(self, page: BlockId, key: BlockHash, number: int) -> bool:
+        """Return whether a page holds its part of a content."""
+        layers, size = self.layers[group_in(key)], self.scenario.block_size
+        held = content.image_of(hash_in(key), size, layers.first_part + number, layers.keeps_states)
+        return tuple(self.device.slots[page]) == held
 
     def _open_copies(self) -> list[Copy | TierCopy]:
         """Return the copies that were granted and have not run."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
-from common.contracts.lease import Attach, AttachOk, CachedBlock, Copy, GrantBatch, Inventory
+from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of, key_of
+from common.contracts.lease import Admit, Attach, AttachOk, CachedBlock, Copy, GrantBatch, Inventory
 from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
@@ -16,7 +16,6 @@ from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import AgentConfig, Completion
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
-from kvmanager.contracts.block import key_of
 from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation
@@ -303,8 +302,18 @@ class WorkerSide(TransferSide):
                 num_tokens = self.agent.tokens_of(admit.sequence)
                 if len(num_tokens) != len(self.paths[admit.sequence]):
                     raise Violation("delivery", f"sequence {admit.sequence} lost a token that was drawn")
+                self._note_use(admit)
             self._settle(self.agent.departures())
         return True
+
+    def _note_use(self, admit: Admit) -> None:
+        """A reset leaves what a sequence uses that was admitted before it came by a manager that knows of none."""
+        if self.agent.reset == self.resets:
+            return
+        used = {block for table in (admit.block_table, *admit.runs) for block in table[: admit.n_shared]}
+        self.dropped -= {page for block in used if block != TRIMMED for page in self.pages_of(block)}
+        known = self.agent._sequences[admit.sequence].block_hashes[: admit.n_shared]
+        self.void -= {key_of(each, group) for each in known for group in range(len(self.layers))}
 
 
 def _without_times(inventory: Inventory) -> Inventory:

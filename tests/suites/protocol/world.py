@@ -41,7 +41,7 @@ class World(WorkerSide, ManagerSide):
         self.dropped: frozenset[BlockId] = frozenset()
         self.void: frozenset[BlockHash] = frozenset()
         self.incarnation = 0
-        self.disk = disk_with(scenario.warm, scenario.block_size)
+        self.disk = disk_with(scenario.warm, scenario.block_size, self.layers)
         self.links: list[Link] = []
         self.managers: list[ModelManager] = []
         self.start_manager()

@@ -57,7 +57,7 @@ def write_or_end(disk: DiskFrames, transfer: Transfer, image: bytes, generation:
 
 
 def held(disk: DiskFrames) -> dict[int, BlockHash]:
-    return {each.block: each.hash for each in disk.claims()}
+    return {each.block: each.hash for each in disk.claims().contents}
 
 
 class Crash(BaseException):

@@ -377,6 +377,8 @@ class Inventory(_message.Message):
     SAVED_LAST_USED_FIELD_NUMBER: _builtins.int
     FRAME_GROUPS_FIELD_NUMBER: _builtins.int
     FRAME_PAGES_FIELD_NUMBER: _builtins.int
+    SAVED_GROUPS_FIELD_NUMBER: _builtins.int
+    SAVED_PAGES_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -417,6 +419,9 @@ class Inventory(_message.Message):
     one in `frames` first.
     """
     frame_pages: _builtins.bytes
+    saved_groups: _builtins.bytes
+    """The same of contents on disk."""
+    saved_pages: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -445,10 +450,12 @@ class Inventory(_message.Message):
         saved_last_used: _builtins.bytes = ...,
         frame_groups: _builtins.bytes = ...,
         frame_pages: _builtins.bytes = ...,
+        saved_groups: _builtins.bytes = ...,
+        saved_pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_groups", b"frame_groups", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_pages", b"frame_pages", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "saved_depths", b"saved_depths", "saved_frames", b"saved_frames", "saved_hashes", b"saved_hashes", "saved_last_used", b"saved_last_used", "saved_parent_hashes", b"saved_parent_hashes", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "frame_depths", b"frame_depths", "frame_groups", b"frame_groups", "frame_hashes", b"frame_hashes", "frame_last_used", b"frame_last_used", "frame_pages", b"frame_pages", "frame_parent_hashes", b"frame_parent_hashes", "frames", b"frames", "last", b"last", "pool", b"pool", "saved_depths", b"saved_depths", "saved_frames", b"saved_frames", "saved_groups", b"saved_groups", "saved_hashes", b"saved_hashes", "saved_last_used", b"saved_last_used", "saved_pages", b"saved_pages", "saved_parent_hashes", b"saved_parent_hashes", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -779,7 +786,7 @@ class PeerSource(_message.Message):
     """The public one."""
     address: _builtins.str
     token: _builtins.bytes
-    """Allows the hashes of the transfers that name this source, in their order."""
+    """Allows the contents of the transfers that name this source, in their order."""
     expires: _builtins.int
     """Unix seconds."""
     def __init__(
@@ -935,6 +942,10 @@ class GrantBatch(_message.Message):
     TRANSFER_TARGETS_FIELD_NUMBER: _builtins.int
     TRANSFER_TARGET_INDEXES_FIELD_NUMBER: _builtins.int
     TRANSFER_PEERS_FIELD_NUMBER: _builtins.int
+    TRANSFER_GROUPS_FIELD_NUMBER: _builtins.int
+    TRANSFER_OTHERS_FIELD_NUMBER: _builtins.int
+    TRANSFER_OTHER_SOURCES_FIELD_NUMBER: _builtins.int
+    TRANSFER_OTHER_TARGETS_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -955,7 +966,7 @@ class GrantBatch(_message.Message):
     tier_frames: _builtins.bytes
     tier_loads: _builtins.bytes
     transfer_ids: _builtins.bytes
-    """Blocks to be copied beside the steps, from a block or a host frame to disk, or from disk to a host frame. Parallel
+    """Contents to be copied beside the steps, from a block or a host frame to disk, or from disk to a host frame. Parallel
     arrays: uint64 ids, 16-byte hashes, those of the blocks before them (any bytes for the first block of a prompt),
     numbers in the prompt, a byte each for the media of source and target (1 block, 2 host, 4 disk, 8 another worker),
     and int32 indexes. That of another worker is its place in transfer_peers.
@@ -968,6 +979,14 @@ class GrantBatch(_message.Message):
     transfer_source_indexes: _builtins.bytes
     transfer_targets: _builtins.bytes
     transfer_target_indexes: _builtins.bytes
+    transfer_groups: _builtins.bytes
+    """Where the pool has groups, places are pages: the group of each content (a byte each), how many further pages it has
+    (uint32), and those of all sources and targets, one after the other, in the order of their blocks. All are empty
+    where no content is of another group than the first one and none has further pages.
+    """
+    transfer_others: _builtins.bytes
+    transfer_other_sources: _builtins.bytes
+    transfer_other_targets: _builtins.bytes
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
@@ -999,10 +1018,14 @@ class GrantBatch(_message.Message):
         transfer_targets: _builtins.bytes = ...,
         transfer_target_indexes: _builtins.bytes = ...,
         transfer_peers: _abc.Iterable[Global___PeerSource] | None = ...,
+        transfer_groups: _builtins.bytes = ...,
+        transfer_others: _builtins.bytes = ...,
+        transfer_other_sources: _builtins.bytes = ...,
+        transfer_other_targets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads", "transfer_depths", b"transfer_depths", "transfer_hashes", b"transfer_hashes", "transfer_ids", b"transfer_ids", "transfer_parent_hashes", b"transfer_parent_hashes", "transfer_peers", b"transfer_peers", "transfer_source_indexes", b"transfer_source_indexes", "transfer_sources", b"transfer_sources", "transfer_target_indexes", b"transfer_target_indexes", "transfer_targets", b"transfer_targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset", "tier_blocks", b"tier_blocks", "tier_frames", b"tier_frames", "tier_loads", b"tier_loads", "transfer_depths", b"transfer_depths", "transfer_groups", b"transfer_groups", "transfer_hashes", b"transfer_hashes", "transfer_ids", b"transfer_ids", "transfer_other_sources", b"transfer_other_sources", "transfer_other_targets", b"transfer_other_targets", "transfer_others", b"transfer_others", "transfer_parent_hashes", b"transfer_parent_hashes", "transfer_peers", b"transfer_peers", "transfer_source_indexes", b"transfer_source_indexes", "transfer_sources", b"transfer_sources", "transfer_target_indexes", b"transfer_target_indexes", "transfer_targets", b"transfer_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

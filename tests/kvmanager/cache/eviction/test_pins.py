@@ -9,13 +9,13 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.errors import InvalidRequest, NotFound
+from common.contracts.hashing import key_of
 from common.contracts.lease import LAST_BLOCK, CachedBlock, Inventory, RetainedBlocks
 from common.contracts.limits import MAX_PINNED_BLOCKS, MAX_PINS
 from common.contracts.types import BlockHash, DecisionKind, KvGroup, KvGroupKind, MissReason
 from kvmanager.cache import retention
 from kvmanager.cache.pins import Pin, PinBook, fitting, one_worker_for_each_size
 from kvmanager.cache.retention_terms import Mark
-from kvmanager.contracts.block import key_of
 from kvmanager.contracts.ledger_config import EvictionName
 from tests.kvmanager.cache.eviction.test_retention import cached, others, serve
 from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, prompt, reserve
