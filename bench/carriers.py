@@ -83,8 +83,8 @@ def serve(image_bytes: int, folder: str, names: Sequence[str]) -> None:
     image = os.urandom(image_bytes)
     identity = PeerIdentity("source", _SOURCE, _FORMAT, image_bytes)
 
-    def answer(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
-        deliver([image] * len(hashes))
+    def answer(names: Sequence[ImageName], deliver: Deliver) -> None:
+        deliver([image] * len(names))
 
     with ExitStack() as stack:
         for name in names:

@@ -225,7 +225,9 @@ class Worker:
         if port is not None:
             requests = ImageRequests(images, size, SystemClock(), engine.wake)
             engine.serve_images(requests)
-            identity = partial(_peer_identity, engine, size)
+            identity = partial(
+                _peer_identity, engine, size, tuple([each.pages for each in plane.memory.groups]) or (1,)
+            )
             peers = port.serve(identity, requests.ask, engine.serve_keys.accepted_keys, engine.wake)
             CarrierCollector(peers.fetched, port.served, self._registry)
         if disk is None:
@@ -331,11 +333,12 @@ def open_data_port(
     return DataPort(settings, tls, address)
 
 
-def _peer_identity(engine: Engine, image_bytes: int) -> PeerIdentity:
+def _peer_identity(engine: Engine, image_bytes: int, block_pages: tuple[int, ...]) -> PeerIdentity:
     from gpuworker.peers.wire import PeerIdentity
 
     attach = engine.attach
-    return PeerIdentity(attach.worker_id, public_incarnation(attach.incarnation), attach.image_format, image_bytes)
+    incarnation = public_incarnation(attach.incarnation)
+    return PeerIdentity(attach.worker_id, incarnation, attach.image_format, image_bytes, block_pages)
 
 
 def work_of(load: EngineLoad) -> Work:

@@ -1,10 +1,11 @@
 """Tokens with which one worker fetches blocks from another: the manager makes them, the source verifies them.
 
     serve key = HMAC(pool key, "quire-transfer-v1" || public incarnation of the source)                    32 bytes
-    token     = HMAC(serve key, version || destination || source's incarnation || expiry || SHA-256(hashes))  16 bytes
+    token     = HMAC(serve key, version || destination || source's incarnation || expiry || SHA-256(contents)) 16 bytes
+    contents  = block hashes, 16 bytes each || where the pool has groups of layers, the group of each, a byte each
 
 The source has its serve key from the manager (`AttachOk`), and keeps nothing else. So every manager of a pool makes
-tokens that hold, and all of them end with the source's incarnation. A token allows a list of hashes in its order, to
+tokens that hold, and all of them end with the source's incarnation. A token allows a list of contents in its order, to
 one destination. HMAC is HMAC-SHA-256.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from common.contracts.hashing import group_in, hash_in
 from common.contracts.limits import PEER_TOKEN_DRIFT_SECONDS
 from common.contracts.types import BlockHash
 
@@ -38,16 +40,16 @@ class TokenRefusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenScope:
-    """What a token allows: the worker `destination` fetches `hashes`, in this order, until `expires` (unix seconds).
+    """What a token allows: the worker `destination` fetches what has these `keys`, in this order, until `expires`.
 
-    The incarnations are the public ones, 16 bytes each.
+    The incarnations are the public ones, 16 bytes each; `expires` is in unix seconds.
     """
 
     destination: str
     incarnation: bytes
     source_incarnation: bytes
     expires: int
-    hashes: Sequence[BlockHash]
+    keys: Sequence[BlockHash]
 
 
 def serve_key_of(pool_key: bytes, source_incarnation: bytes) -> bytes:
@@ -104,7 +106,8 @@ class ServeKeys:
 
 def _message(scope: TokenScope) -> bytes:
     destination = scope.destination.encode()
-    hashes = b"".join(scope.hashes)
+    hashes, groups = b"".join(map(hash_in, scope.keys)), bytes(map(group_in, scope.keys))
+    contents = hashes + groups if any(groups) else hashes
     return b"".join(
         (
             _TOKEN_VERSION,
@@ -114,6 +117,6 @@ def _message(scope: TokenScope) -> bytes:
             struct.pack("<I", len(scope.source_incarnation)),
             scope.source_incarnation,
             struct.pack("<QI", scope.expires, len(hashes)),
-            hashlib.sha256(hashes).digest(),
+            hashlib.sha256(contents).digest(),
         )
     )

@@ -64,10 +64,6 @@ def why_no_frames(geometry: KvGeometry, keeps_states: bool) -> str:
 
 
 _NOTHING_TO_KEEP: Final = "no layer attends, so there are no K and V to keep"
-_NOT_MOVED: Final = (
-    "the model's layers are groups that keep K, V or states for different times, and peers fetch blocks of all layers"
-    " alike; leave it out: --host-memory and --disk-cache keep blocks of such models"
-)
 
 
 def refuse_tiers(geometry: KvGeometry, keeps_states: bool, on_disk: bool, needs_peers: bool) -> None:
@@ -78,8 +74,6 @@ def refuse_tiers(geometry: KvGeometry, keeps_states: bool, on_disk: bool, needs_
     beside = [flag for flag, given in (("--disk-cache", on_disk), ("--data-port", needs_peers)) if given]
     if why := why_no_frames(geometry, keeps_states):
         raise InvalidConfig(*(FieldViolation(flag, f"{why}; leave it out") for flag in ("--host-memory", *beside)))
-    if geometry.groups and needs_peers:
-        raise InvalidConfig(FieldViolation("--data-port", _NOT_MOVED))
 
 
 def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:

@@ -21,6 +21,11 @@ class RecurrentStates(Protocol):
         ...
 
     @property
+    def layout(self) -> str:
+        """What the bytes of a sequence's states are, in words: equal words, equal meaning."""
+        ...
+
+    @property
     def kept(self) -> torch.Tensor:
         """The states as bytes, a row a place and a draft, [places + drafts, bytes_a_sequence]; `reserve` makes it."""
         ...

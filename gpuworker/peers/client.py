@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, Protocol
 
 import xxhash
 
-from common.contracts.limits import MAX_PEER_ITEMS
+from common.contracts.limits import MAX_PEER_IMAGES, MAX_PEER_ITEMS
 from common.contracts.transfers import PeerSource, Transfer, TransferEnd
 from common.process.priority import stand_back
 from gpuworker.peers import wire
@@ -124,9 +124,10 @@ class PeerClient:
         self._closed = False
 
     def fetch(self, source: PeerSource, transfers: Sequence[Transfer], patience: float) -> None:
-        """Fetch the blocks of these transfers, at most MAX_PEER_ITEMS; each of them comes out of `poll` once.
+        """Fetch what these transfers bring, at most MAX_PEER_ITEMS contents; each of them comes out of `poll` once.
 
-        What is still open when nothing has come for `patience` seconds has FAILED.
+        Those of several pages are given page by page, all pages of a content in their order. What is still open when
+        nothing has come for `patience` seconds has FAILED.
         """
         if not transfers:
             return
@@ -183,8 +184,10 @@ class PeerClient:
             return "the worker ends"
         if key in self._shunned:
             return f"it timed out less than {self._bounds.shunned_seconds:g} s ago"
-        if len(fetch.transfers) > MAX_PEER_ITEMS:
-            return f"{len(fetch.transfers)} blocks in one fetch; expected at most {MAX_PEER_ITEMS}"
+        contents, images = sum(not each.page for each in fetch.transfers), len(fetch.transfers)
+        if contents > MAX_PEER_ITEMS or images > MAX_PEER_IMAGES:
+            what = f"expected at most {MAX_PEER_ITEMS}, of {MAX_PEER_IMAGES} images"
+            return f"{contents} contents of {images} images in one fetch; {what}"
         if key not in self._fetchers and len(self._fetchers) >= self._bounds.sources:
             return f"{self._bounds.sources} other sources are asked at present"
         return ""
@@ -429,8 +432,8 @@ class _Connection:
     def exchange(self, fetch: _Fetch, client: PeerClient) -> None:
         """Ask for all blocks of a fetch, and land what comes. Raises ChannelBroken and WireError."""
         self._requests += 1
-        source, hashes = fetch.source, tuple(transfer.hash for transfer in fetch.transfers)
-        request = Request(self._requests, source.token, source.expires, hashes)
+        source, keys = fetch.source, tuple(transfer.key for transfer in fetch.transfers if not transfer.page)
+        request = Request(self._requests, source.token, source.expires, keys)
         pace = Pace(fetch.patience, _PROGRESS_BYTES)
         self.channel.send(wire.pack_request(request), pace)
         while fetch.open:

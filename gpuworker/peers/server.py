@@ -1,4 +1,4 @@
-"""The source's end of a fetch: a port on which other workers ask for blocks by their hashes.
+"""The source's end of a fetch: a port on which other workers ask for contents by their keys.
 
 A thread a connection, with blocking reads and bounds on their time. The thread asks the engine for images, and sends
 what the engine hands it; it knows neither blocks nor frames. What the engine has not got is answered STALE.
@@ -30,7 +30,6 @@ from common.contracts import limits
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, verify_token
 from common.contracts.transfers import ImageName, TransferEnd
-from common.contracts.types import BlockHash
 from common.process.priority import stand_back
 from common.untrusted.rare_lines import RareLines
 from gpuworker.peers import wire
@@ -255,16 +254,16 @@ class PeerServer:
     def verify_request(self, hello: Hello, request: Request) -> str:
         """Return in words why the token of a request does not hold; "" when it does."""
         scope = TokenScope(
-            hello.who.worker_id, hello.who.incarnation, self._identity().incarnation, request.expires, request.hashes
+            hello.who.worker_id, hello.who.incarnation, self._identity().incarnation, request.expires, request.keys
         )
         found = verify_token(self._serve_keys(), scope, request.token, time.time())
         return "" if found is None else found.value
 
-    def take(self, hashes: Sequence[BlockHash]) -> Iterator[Image | None]:
-        """Yield the images of hashes as the engine hands them over. Raises ChannelBroken when it does not."""
+    def take(self, names: Sequence[ImageName]) -> Iterator[Image | None]:
+        """Yield images as the engine hands them over. Raises ChannelBroken when it does not."""
         delivered: queue.SimpleQueue[Sequence[Image | None]] = queue.SimpleQueue()
-        self._take_images([ImageName(each) for each in hashes], delivered.put)
-        left = len(hashes)
+        self._take_images(names, delivered.put)
+        left = len(names)
         while left:
             try:
                 images = delivered.get(timeout=self.bounds.take_seconds)
@@ -399,10 +398,14 @@ class _Session:
     # ------------------------------------------------------------ a request
 
     def _answer(self, hello: Hello, request: Request) -> bool:
-        """Answer each item of a request; return False when the connection is to end."""
+        """Answer each item of a request; return False when the connection is to end.
+
+        Raises WireError for a request of more than there can be.
+        """
         why = self._server.verify_request(hello, request)
         if why:
             return self._refuse_request(request, Refusal.TOKEN, why)
+        names = request.images(self._server.identity().block_pages)
         if self.worker is None:
             if not self._doors.make_known(self._address, hello.who.worker_id):
                 return self._refuse_request(request, Refusal.FULL)
@@ -412,11 +415,11 @@ class _Session:
                 self._offer_nixl(hello)
         outlet = self._slots or InlineOutlet(self._channel, self._sending)
         size, at = hello.who.image_bytes, 0
-        while at < len(request.hashes):
-            most = min(len(request.hashes) - at, max(1, self._bounds.asked_bytes // size))
+        while at < len(names):
+            most = min(len(names) - at, max(1, self._bounds.asked_bytes // size))
             staged = self._staging.reserve(self.worker, size, most, self._bounds.send_seconds)
             try:
-                self._send_items(outlet, request, at, staged, size)
+                self._send_items(outlet, request.number, at, names[at : at + staged], size)
             finally:
                 self._staging.give_back(self.worker, staged * size)
             at += staged
@@ -427,19 +430,19 @@ class _Session:
         self._channel.send(wire.pack_refused(wire.Refused(request.number, refusal)), self._message)
         return False
 
-    def _send_items(self, outlet: Outlet, request: Request, first: int, count: int, size: int) -> None:
+    def _send_items(self, outlet: Outlet, request: int, first: int, names: Sequence[ImageName], size: int) -> None:
         sent = stale = 0
-        for item, image in enumerate(self._server.take(request.hashes[first : first + count]), first):
+        for item, image in enumerate(self._server.take(names), first):
             content = None if image is None else memoryview(image).cast("B")
             if content is not None and len(content) == size:
                 digest = xxhash.xxh3_128_digest(content)
                 began = time.monotonic()
-                outlet.send_image(wire.Item(request.number, item, TransferEnd.DONE, size, digest), content)
+                outlet.send_image(wire.Item(request, item, TransferEnd.DONE, size, digest), content)
                 self._pay(size, time.monotonic() - began)
                 sent += 1
                 continue
             end = TransferEnd.STALE if content is None else TransferEnd.FAILED
-            self._channel.send(wire.pack_item(wire.Item(request.number, item, end)), self._sending)
+            self._channel.send(wire.pack_item(wire.Item(request, item, end)), self._sending)
             stale += 1
         self._server.count_images(outlet.name, sent, stale)
 

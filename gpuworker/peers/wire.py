@@ -6,7 +6,8 @@ The destination D opens a connection to the source S. All numbers are little-end
                  | D's incarnation 16 | S's incarnation 16 | length of D's id u16 | of S's id u16 | both ids
     S  welcome   magic 8 | version u16 | refusal u16 | image bytes u32 | image format 16 | S's incarnation 16
 
-    D  request   1 u8 | 0 u8 | number of hashes u16 | request u32 | token 16 | expires u64 | hashes, 16 each
+    D  request   1 u8 | grouped u8 | contents u16 | request u32 | token 16 | expires u64 | hashes, 16 each
+                 | where `grouped` is 1, the group of layers of each, 1 each
     D  taken     2 u8 | 0 u8 | 0 u16              | slot u32
     D  ring      3 u8 | opened u8 | 0 u16         | 0 u32 | nonce 32      answers nixl too, with a nonce of zeros
 
@@ -15,6 +16,9 @@ The destination D opens a connection to the source S. All numbers are little-end
     S  ring      3 u8 | 0 u8 | slots u16 | 0 u32 | bytes of a slot u32 | 0 u32 | name 16
     S  nixl      4 u8 | 0 u8 | slots u16 | bytes of metadata u32 | bytes of a slot u32 | 0 u32 | name of the agent 16
                  | address of slot 0 u64 | metadata
+
+An image is that of a block, or of a page where the pool has groups of layers. Then a content has as many as a block of
+its group has pages, which follows from the image format. Each image of a request is an item, numbered in their order.
 
 `end` is a TransferEnd. An image follows its head where `slot` is NO_SLOT; else it lies in that slot of S's ring in
 shared memory (`carriers.py`), or of S's staging memory (`nixl.py`): of what S offered last, and D has opened.
@@ -25,13 +29,15 @@ I/O.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from common.contracts.limits import MAX_ID_CHARS, MAX_PEER_IMAGE_BYTES, MAX_PEER_ITEMS
+from common.contracts.hashing import group_in, hash_in, key_of
+from common.contracts.limits import MAX_ID_CHARS, MAX_PEER_IMAGE_BYTES, MAX_PEER_IMAGES, MAX_PEER_ITEMS
 from common.contracts.transfer_tokens import TOKEN_BYTES
-from common.contracts.transfers import TransferEnd
+from common.contracts.transfers import ImageName, TransferEnd
 from common.contracts.types import BlockHash
 from common.untrusted.ids import is_id
 
@@ -100,13 +106,15 @@ _WORDS: Final = {
 class PeerIdentity:
     """What a worker is for its peers. `incarnation` is the public one, `image_format` names the layout of an image.
 
-    Both have 16 bytes. Every image of the format has `image_bytes`.
+    Both have 16 bytes. Every image of the format has `image_bytes`, and a content has one for each of the
+    `block_pages` of its group. Of another worker these are not known; its format says them.
     """
 
     worker_id: str
     incarnation: bytes
     image_format: bytes
     image_bytes: int
+    block_pages: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         """Raise ValueError for what a hello cannot say."""
@@ -139,12 +147,29 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """D asks for blocks. Each of them is answered once, in any order."""
+    """D asks for contents, by their keys (`key_of`). Each image of them is answered once, in any order."""
 
     number: int
     token: bytes
     expires: int
-    hashes: tuple[BlockHash, ...]
+    keys: tuple[BlockHash, ...]
+
+    def images(self, block_pages: Sequence[int]) -> list[ImageName]:
+        """Return the images of all contents, in their order; a content has as many as a block of its group has pages.
+
+        Raises WireError for a group that there is not, and for too many images.
+        """
+        groups = [group_in(key) for key in self.keys]
+        if max(groups) >= len(block_pages):
+            raise WireError(f"a content of group {max(groups)}; there are {len(block_pages)}")
+        count = sum(block_pages[group] for group in groups)
+        if count > MAX_PEER_IMAGES:
+            raise WireError(f"a request for {count} images; expected at most {MAX_PEER_IMAGES}")
+        return [
+            ImageName(key, page)
+            for key, group in zip(self.keys, groups, strict=True)
+            for page in range(block_pages[group])
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +189,7 @@ class RingReply:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """S's answer for one block. `length` bytes follow, or lie in `slot`; none unless `end` is DONE."""
+    """S's answer for one image. `length` bytes follow, or lie in `slot`; none unless `end` is DONE."""
 
     request: int
     item: int
@@ -289,8 +314,10 @@ def unpack_welcome(content: bytes) -> Welcome:
 
 
 def pack_request(request: Request) -> bytes:
-    head = _HEAD.pack(ClientKind.REQUEST, 0, len(request.hashes), request.number)
-    return head + _REQUEST.pack(request.token, request.expires) + b"".join(request.hashes)
+    groups = bytes(map(group_in, request.keys))
+    head = _HEAD.pack(ClientKind.REQUEST, int(any(groups)), len(request.keys), request.number)
+    hashes = b"".join(map(hash_in, request.keys))
+    return head + _REQUEST.pack(request.token, request.expires) + hashes + (groups if any(groups) else b"")
 
 
 def pack_taken(slot: int) -> bytes:
@@ -302,12 +329,14 @@ def pack_ring_reply(reply: RingReply) -> bytes:
 
 
 def client_body_bytes(head: bytes) -> int:
-    """Return the bytes behind the head of one of D's messages, at most 8,216. Raises WireError."""
-    kind, _, count, _ = _HEAD.unpack(head)
+    """Return the bytes behind the head of one of D's messages, at most 8,728. Raises WireError."""
+    kind, grouped, count, _ = _HEAD.unpack(head)
     if kind == ClientKind.REQUEST:
         if not 0 < count <= MAX_PEER_ITEMS:
             raise WireError(f"a request for {count} blocks; expected 1 to {MAX_PEER_ITEMS}")
-        return _REQUEST.size + KEY_BYTES * int(count)
+        if grouped > 1:
+            raise WireError(f"a request that is {grouped} times grouped; expected 0 or 1")
+        return _REQUEST.size + (KEY_BYTES + int(grouped)) * int(count)
     if kind == ClientKind.TAKEN:
         return 0
     if kind == ClientKind.RING:
@@ -317,14 +346,17 @@ def client_body_bytes(head: bytes) -> int:
 
 def unpack_client_message(head: bytes, body: bytes) -> Request | Taken | RingReply:
     """Return one of D's messages; `body` has as many bytes as `client_body_bytes` said. Raises WireError."""
-    kind, opened, _, number = _HEAD.unpack(head)
+    kind, flag, count, number = _HEAD.unpack(head)
     if kind == ClientKind.TAKEN:
         return Taken(number)
     if kind == ClientKind.RING:
-        return RingReply(bool(opened), body)
+        return RingReply(bool(flag), body)
     token, expires = _REQUEST.unpack_from(body)
-    hashes = tuple(BlockHash(body[at : at + KEY_BYTES]) for at in range(_REQUEST.size, len(body), KEY_BYTES))
-    return Request(number, token, expires, hashes)
+    end = _REQUEST.size + KEY_BYTES * count
+    keys = [BlockHash(body[at : at + KEY_BYTES]) for at in range(_REQUEST.size, end, KEY_BYTES)]
+    if flag:
+        keys = [key_of(each, group) for each, group in zip(keys, body[end:], strict=True)]
+    return Request(number, token, expires, tuple(keys))
 
 
 # ---------------------------------------------------------------- S -> D

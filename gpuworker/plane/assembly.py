@@ -324,7 +324,7 @@ def _assemble(
         drafting = assemble_draft(settings, draft, memory, vocab, options_of_memory, backend, factory)
         runner.also_closed.append(drafting.close)
     facts = _facts(settings, model, eos)
-    disk = open_disk(settings, settings.disk_cache_bytes, memory.frame_bytes, identity, facts.dtype)
+    disk = open_disk(settings, settings.disk_cache_bytes, memory.frame_bytes, identity, facts)
     return ModelPlane(
         settings,
         identity,
@@ -402,7 +402,8 @@ def _facts(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, e
         if settings.tensor_parallel_size > 1:
             words = f"{settings.tensor_parallel_size} ranks, each {words}"
     software = f"torch {torch.__version__}"
-    return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software)
+    states = "" if model.states is None else model.states.layout
+    return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software, states)
 
 
 def _cpu_words(threads: int, cores: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -45,7 +45,10 @@ def pool_identity(
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The description of a model and its device. `software` is names and versions, such as "torch 2.13.0"."""
+    """The description of a model and its device. `software` is names and versions, such as "torch 2.13.0".
+
+    `state_layout` says what the bytes of checkpoints are, where layers keep states.
+    """
 
     vocab_size: int
     eos: tuple[int, ...]
@@ -53,12 +56,19 @@ class Facts:
     device: str
     device_words: str
     software: str
+    state_layout: str = ""
+
+
+def images_made_with(settings: GpuWorkerSettings, facts: Facts) -> Mapping[str, str]:
+    """Return what decides the bytes of images beside the identity of the pool."""
+    made_with = {"dtype": facts.dtype, "quantization": settings.quantization}
+    return made_with | ({"states": facts.state_layout} if facts.state_layout else {})
 
 
 def open_disk(
-    settings: GpuWorkerSettings, size_bytes: int, image_bytes: int, identity: PoolIdentity, dtype: str
+    settings: GpuWorkerSettings, size_bytes: int, image_bytes: int, identity: PoolIdentity, facts: Facts
 ) -> DiskFrames | None:
-    """Open the worker's part of the disk cache; None without one. `dtype` is that of weights and activations.
+    """Open the worker's part of the disk cache; None without one.
 
     Raises InvalidConfig where it cannot be used.
     """
@@ -68,7 +78,7 @@ def open_disk(
     if needs_every_token(identity.pooling):
         what = f"keeps cached blocks, and a vector of pooling {identity.pooling} needs every token; leave it out"
         raise InvalidConfig(FieldViolation("--disk-cache", what))
-    made_with = {"dtype": dtype, "quantization": settings.quantization}
+    made_with = images_made_with(settings, facts)
     return open_for_worker(
         root.expanduser(),
         settings.worker_id,
@@ -125,8 +135,8 @@ class DataPlane:
 
     @property
     def serves_peers(self) -> bool:
-        """Whether other workers fetch blocks from this one. Not where layers are groups: see `refuse_tiers`."""
-        return self.settings.data_port is not None and self.images is not None and not self.memory.groups
+        """Whether other workers fetch blocks from this one."""
+        return self.settings.data_port is not None and self.images is not None
 
     @property
     def disk_frames(self) -> int:
@@ -141,7 +151,7 @@ class DataPlane:
     @property
     def image_format(self) -> bytes:
         """16 bytes that are equal for workers whose images hold the same: they can fetch from each other."""
-        made_with = {"dtype": self.facts.dtype, "quantization": self.settings.quantization}
+        made_with = images_made_with(self.settings, self.facts)
         return sha256(images_made_of(self.identity, self.image_bytes, made_with)).digest()[:16]
 
     @property
@@ -216,12 +226,7 @@ class DataPlane:
 
     def start_lines(self) -> list[str]:
         """Return the lines about memory that a worker prints before it serves."""
-        return [*self.memory.lines(), self.memory.prefix_line(self.prefix_caching), *self.peer_lines()]
-
-    def peer_lines(self) -> list[str]:
-        """Return what to say where a free port was given for peers, as to several workers of a suite, and none asks."""
-        no_peers = self.settings.data_port is not None and bool(self.memory.groups)
-        return ["other workers: none fetches blocks from this one, whose layers are groups"] if no_peers else []
+        return [*self.memory.lines(), self.memory.prefix_line(self.prefix_caching)]
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
         facts = self.facts

@@ -59,9 +59,9 @@ class SimulatedPlane(DataPlane):
         blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         steps = f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"
         host = [f"host memory: as if {memory.host_frames} more {unit} were kept"] if memory.host_frames else []
-        frames = f"disk cache: as if {memory.disk_frames} more blocks were kept in {memory.disk_folder}"
+        frames = f"disk cache: as if {memory.disk_frames} more {unit} were kept in {memory.disk_folder}"
         host += [frames] if memory.disk_frames else []
-        return [steps, *host, memory.prefix_line(self.prefix_caching), *self.peer_lines()]
+        return [steps, *host, memory.prefix_line(self.prefix_caching)]
 
 
 def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
@@ -89,17 +89,17 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
         refuse_tiers(geometry, bool(mixers), settings.disk_cache is not None, settings.needs_peers)
         frame = frame_bytes(geometry, settings.block_size)
         plan = replace(plan, host_frames=settings.host_memory // frame, frame_bytes=frame)
-    disk = _open_disk(settings, identity, plan, facts.dtype)
+    disk = _open_disk(settings, identity, plan, facts)
     made = (settings, identity, with_disk(plan, disk), runner, max_num_seqs, facts, bool(mixers))
     return SimulatedPlane(*made, images=memory, disk=disk)
 
 
-def _open_disk(settings: GpuWorkerSettings, identity: PoolIdentity, plan: BytePlan, dtype: str) -> DiskFrames | None:
+def _open_disk(settings: GpuWorkerSettings, identity: PoolIdentity, plan: BytePlan, facts: Facts) -> DiskFrames | None:
     """Open as many frames as the options would give a model; an image here is far smaller than its K and V."""
     if settings.disk_cache is None:
         return None
     frames = checked_frames(settings.disk_cache_bytes, plan.frame_bytes)
-    return open_disk(settings, size_of(frames, IMAGE_BYTES), IMAGE_BYTES, identity, dtype)
+    return open_disk(settings, size_of(frames, IMAGE_BYTES), IMAGE_BYTES, identity, facts)
 
 
 def simulated_tokens(directory: Path, tokenizer: Path | None = None) -> SimulatedTokens:

@@ -23,7 +23,7 @@ class Peer(Protocol):
         """Images of blocks, or of pages, that it is to serve before, to whichever workers."""
         ...
 
-    def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
+    def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         """Return what lets the worker that asks have what has these keys, in this order."""
         ...
 

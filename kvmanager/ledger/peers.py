@@ -43,12 +43,12 @@ class ServingPeer:
     def worker_id(self) -> str:
         return self.attach.worker_id
 
-    def serve(self, hashes: Items[BlockHash]) -> PeerSource:
+    def serve(self, keys: Items[BlockHash]) -> PeerSource:
         """Return what lets the other worker ask for what has these keys, in this order."""
         source = public_incarnation(self.attach.incarnation)
         expires = self.clock.time_ns() // 1_000_000_000 + TOKEN_SECONDS
         scope = TokenScope(
-            self.asking.worker_id, public_incarnation(self.asking.incarnation), source, expires, tuple(hashes)
+            self.asking.worker_id, public_incarnation(self.asking.incarnation), source, expires, tuple(keys)
         )
         token = make_token(serve_key_of(self.pool_key, source), scope)
         return PeerSource(self.worker_id, source, self.attach.data_address, token, expires)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -120,6 +121,16 @@ class MixerStates:
     def bytes_a_sequence(self) -> int:
         """The bytes of one sequence's states; 0 before `learn`."""
         return sum(mixer.bytes_a_sequence for mixer in self._mixers)
+
+    @property
+    def layout(self) -> str:
+        """Names, types and shapes of all states, as a digest."""
+        pieces = [
+            (each.layer, str(piece), str(made.dtype), tuple(made.shape[1:]))
+            for each in self._mixers
+            for piece, made in each.kinds.items()
+        ]
+        return f"transformers, {sha256(repr(pieces).encode()).hexdigest()[:16]}"
 
     @contextmanager
     def learn(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ class PlacedStates:
 
     def __init__(self, layers: frozenset[int], bytes_a_sequence: int) -> None:
         self.layers, self.bytes_a_sequence = layers, bytes_a_sequence
+        self.layout = f"native, {bytes_a_sequence} bytes"
         self.places: Int32Array = np.empty(0, dtype=np.int32)
         """Those of the rows of the step that was announced, [R]."""
         self.reserve(0)

@@ -66,7 +66,7 @@ def test_the_most_blocks_of_a_request_come_and_one_more_is_refused(caplog: pytes
     with serving() as server, Destination() as destination:
         assert destination.fetched(server.port, hashes_of(512)) == [DONE] * 512
         assert destination.fetched(server.port, hashes_of(513)) == [FAILED] * 513
-    assert "513 blocks in one fetch; expected at most 512" in caplog.text
+    assert "513 contents of 513 images in one fetch; expected at most 512, of 8192 images" in caplog.text
 
 
 def test_one_connection_serves_one_fetch_after_the_other() -> None:
@@ -92,12 +92,12 @@ def test_a_connection_that_the_source_closed_is_opened_anew() -> None:
 
 
 def test_the_engine_may_answer_in_any_parts_and_on_any_thread() -> None:
-    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
+    def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
         def answer() -> None:
             rest = list(hashes)
             for size in (1, 0, 3, 2, len(rest)):
                 part, rest = rest[:size], rest[size:]
-                deliver([memoryview(bytearray(image_of(each))) for each in part])
+                deliver([memoryview(bytearray(image_of(each.key))) for each in part])
 
         threading.Thread(target=answer).start()
 
@@ -108,7 +108,7 @@ def test_the_engine_may_answer_in_any_parts_and_on_any_thread() -> None:
 def test_the_engine_is_asked_for_no_more_at_once_than_may_be_staged() -> None:
     asked = list[int]()
 
-    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
+    def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
         asked.append(len(hashes))
         answer_images(hashes, deliver)
 
@@ -125,8 +125,8 @@ def test_an_image_larger_than_the_memory_for_images_is_served_alone() -> None:
 
 
 def test_an_engine_that_gives_a_wrong_length_serves_nothing_of_it() -> None:
-    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
-        deliver([b"short" if at == 1 else image_of(each) for at, each in enumerate(hashes)])
+    def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
+        deliver([b"short" if at == 1 else image_of(each.key) for at, each in enumerate(hashes)])
 
     with serving(take_images) as server, Destination() as destination:
         assert destination.fetched(server.port, hashes_of(3)) == [DONE, FAILED, DONE]
@@ -159,7 +159,7 @@ def test_a_fetch_that_is_not_for_this_source_is_refused_with_the_reason(
 ) -> None:
     asked = list[BlockHash]()
 
-    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
+    def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
         asked.extend(hashes)
         answer_images(hashes, deliver)
 
@@ -315,8 +315,8 @@ def test_whatever_fails_here_each_move_ends(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_an_engine_that_raises_ends_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
-    def take_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
-        if hashes[0].startswith(MISSING):
+    def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
+        if hashes[0].key.startswith(MISSING):
             raise ValueError("a mistake of the engine")
         answer_images(hashes, deliver)
 

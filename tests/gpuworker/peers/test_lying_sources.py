@@ -38,7 +38,7 @@ def then(content: Callable[[Request], bytes]) -> Lie:
 
     def lie(channel: Channel, request: Request) -> None:
         first_two(channel, request)
-        if len(request.hashes) > 2:
+        if len(request.keys) > 2:
             channel.send(content(request), PACE)
 
     return lie
@@ -53,12 +53,12 @@ def flipped(request: Request) -> bytes:
 LIES: dict[str, tuple[Lie, TransferEnd, str]] = {
     "a flipped bit": (then(flipped), CORRUPT, "the checksum of an image differs"),
     "the checksum of another image": (
-        then(lambda request: item_of(request, 2, digest=xxhash.xxh3_128_digest(image_of(request.hashes[3])))),
+        then(lambda request: item_of(request, 2, digest=xxhash.xxh3_128_digest(image_of(request.keys[3])))),
         CORRUPT,
         "the checksum of an image differs",
     ),
     "the image of another block": (
-        then(lambda request: item_of(request, 2)[: wire.ANSWER_BYTES] + image_of(request.hashes[3])),
+        then(lambda request: item_of(request, 2)[: wire.ANSWER_BYTES] + image_of(request.keys[3])),
         CORRUPT,
         "the checksum of an image differs",
     ),

@@ -444,7 +444,7 @@ def offering(offer: Callable[[], NixlOffer], slot: int = 0) -> tuple[Lie, list[b
         channel.send(wire.pack_nixl_offer(offer()), PACE)
         reply = bytes(channel.receive(wire.HEAD_BYTES + wire.NONCE_BYTES, PACE))
         replies.append(reply)
-        image = image_of(request.hashes[0])
+        image = image_of(request.keys[0])
         item = Item(request.number, 0, DONE, len(image), xxhash.xxh3_128_digest(image))
         opened = reply[1]
         channel.send(wire.pack_item(replace(item, slot=slot) if opened else item) + (b"" if opened else image), PACE)

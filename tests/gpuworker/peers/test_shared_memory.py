@@ -201,7 +201,7 @@ def for_all(ring: Ring) -> RingOffer:
 
 def by_slot(slot: int) -> Answer:
     def answer(request: Request, _: Ring) -> bytes:
-        image = image_of(request.hashes[0])
+        image = image_of(request.keys[0])
         return wire.pack_item(Item(request.number, 0, DONE, len(image), xxhash.xxh3_128_digest(image), slot))
 
     return answer

@@ -209,7 +209,7 @@ def test_who_reads_nothing_holds_up_no_other_worker() -> None:
     images = {each: image_of(each, LARGE) for each in hashes_of(4)}
 
     def take_images(hashes: object, deliver: object) -> None:
-        deliver([images.get(each, bytes(LARGE)) for each in hashes])  # type: ignore[operator, attr-defined]
+        deliver([images.get(each.key, bytes(LARGE)) for each in hashes])  # type: ignore[operator, attr-defined]
 
     bounds = ServerLimits(
         asked_bytes=4 * LARGE, staged_bytes=8 * LARGE, staged_bytes_a_worker=4 * LARGE, send_seconds=PATIENCE

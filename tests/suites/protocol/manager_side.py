@@ -47,7 +47,7 @@ class Oracle:
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
         return not (key[0] + key[-1]) % self.every
 
-    def serve(self, hashes: Sequence[BlockHash]) -> PeerSource:
+    def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         return PeerSource(self.worker_id, bytes(16), "127.0.0.1:1", bytes(16), 0)
 
 

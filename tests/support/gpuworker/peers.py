@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
-from common.contracts.transfers import Medium, PeerSource, Place, Transfer, TransferEnd
+from common.contracts.transfers import ImageName, Medium, PeerSource, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from common.process import die_with_parent
 from gpuworker.peers.carriers import Image, host_key
@@ -40,9 +40,9 @@ MISSING: Final = b"-"
 HELD: Final = b"+"
 
 
-def image_of(block_hash: BlockHash, size: int = IMAGE_BYTES) -> bytes:
-    """Return what a block with this hash holds at every source here."""
-    return hashlib.shake_128(block_hash).digest(size)
+def image_of(key: BlockHash, size: int = IMAGE_BYTES, page: int = 0) -> bytes:
+    """Return what a page of the content with this key holds at every source here."""
+    return hashlib.shake_128(key + bytes(page)).digest(size)
 
 
 def hashes_of(count: int, mark: bytes = b"") -> tuple[BlockHash, ...]:
@@ -57,9 +57,9 @@ def moves_of(hashes: Sequence[BlockHash]) -> list[Transfer]:
     ]
 
 
-def answer_images(hashes: Sequence[BlockHash], deliver: Deliver) -> None:
+def answer_images(names: Sequence[ImageName], deliver: Deliver) -> None:
     """Hand over all images at once, as an engine does between two steps."""
-    deliver([None if each.startswith(MISSING) else image_of(each) for each in hashes])
+    deliver([None if each.key.startswith(MISSING) else image_of(each.key, page=each.page) for each in names])
 
 
 @dataclass
@@ -69,12 +69,12 @@ class Holding:
     released: threading.Event = field(default_factory=threading.Event)
     asked: list[BlockHash] = field(default_factory=list)
 
-    def take_images(self, hashes: Sequence[BlockHash], deliver: Deliver) -> None:
-        self.asked += hashes
+    def take_images(self, names: Sequence[ImageName], deliver: Deliver) -> None:
+        self.asked += [each.key for each in names]
 
         def answer() -> None:
-            for each in hashes:
-                if each.startswith(HELD):
+            for each in names:
+                if each.key.startswith(HELD):
                     self.released.wait()
                 answer_images([each], deliver)
 
@@ -87,7 +87,7 @@ def threads_of(prefix: str) -> list[str]:
 
 @contextmanager
 def serving(
-    take_images: Callable[[Sequence[BlockHash], Callable[[Sequence[Image | None]], None]], None] = answer_images,
+    take_images: Callable[[Sequence[ImageName], Callable[[Sequence[Image | None]], None]], None] = answer_images,
     identity: PeerIdentity = SOURCE,
     bounds: ServerLimits | None = None,
     key: bytes = SERVE_KEY,

@@ -81,7 +81,7 @@ def lying(lie: Lie, welcome: bytes | None = None) -> Iterator[Liar]:
 
 def item_of(request: Request, item: int, /, **changed: object) -> bytes:
     """Return a right answer, or one with other fields."""
-    image = image_of(request.hashes[item])
+    image = image_of(request.keys[item])
     right = Item(request.number, item, TransferEnd.DONE, len(image), xxhash.xxh3_128_digest(image))
     return wire.pack_item(replace(right, **changed)) + image  # type: ignore[arg-type]
 
