@@ -33,7 +33,7 @@ from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
 from common.contracts.errors import InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
-from common.contracts.transfers import Medium, PeerSource, Place, Transfer, TransferEnd
+from common.contracts.transfers import ImageName, Medium, PeerSource, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from common.process import die_with_parent
 from common.process.python import module_command

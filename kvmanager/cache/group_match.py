@@ -186,6 +186,12 @@ class GroupMatcher:
             found += [(place, run) for place in places if not self._is_there(place, run)]
         return [self._named(*each) for each in sorted(found)]
 
+    def absent_keys(self) -> frozenset[BlockHash]:
+        """Return the keys of all contents of the prompt that are in no block: few workers have any of them."""
+        groups, entries = range(len(self._config.groups)), self._cache.entries
+        keys = (key_of(each, group) for each in self._hashes[: self._limit] for group in groups)
+        return frozenset([key for key in keys if key not in entries])
+
     def frames_behind(self, boundary: int) -> list[FrameId]:
         """Return the frames of what is read behind a boundary and is in no block; of the first group the last one."""
         found, tier = list[FrameId](), self._cache.tier

@@ -37,6 +37,10 @@ class HasContents(Protocol):
 
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool: ...
 
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        """Return whether something with one of these keys is there."""
+        ...
+
 
 Reach = Callable[[HasContents], int]
 """Returns how many blocks of a prompt a worker could do without that got what another one has."""

@@ -8,6 +8,9 @@ They are the lowest class. A part is ordered while no sequence waits for a trans
 So the link is theirs for a share of the time at most. What comes counts as anything else in host memory: a sequence
 that needs a block which is on its way waits for that transfer, and eviction makes no difference. What does not come is
 a miss, and is not asked for again.
+
+Where the pool has groups, a prefix is there once a prompt could go on from its end. So what comes are the contents that
+are read there, and a wish may end before the prefix does.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Final
 
+from common.contracts.hashing import group_in
 from common.contracts.types import BlockHash, DecisionKind
 from kvmanager.cache.frame_tier import FrameTier
 from kvmanager.ledger import transfers
@@ -34,6 +38,9 @@ LINK_SHARE: Final = 0.1
 
 DRAINS: Final = "the worker drains"
 _NOTHING_THERE: Final = "neither its disk nor another worker has the next block"
+_NO_DEEPER: Final = "with what its disk or another worker has, no prompt could go on from a deeper block"
+_EVERYTHING: Final = 1 << 30, 1 << 30
+"""Room for whatever there is."""
 
 
 # ------------------------------------------------------------ wishes
@@ -48,6 +55,8 @@ def wish_prefix(state: LedgerState, kind: AheadKind, hashes: Items[BlockHash], w
     if answer.blocks:
         end = answer.there + answer.blocks
         wish = Wish(kind, tuple(hashes[:end]), answer.there, why, state.clock.monotonic())
+        if state.config.groups:
+            _bound_wish(state, wish)
         ahead.wishes.append(wish)
     figures = {"asked": float(len(hashes)), "there": float(answer.there), "blocks": float(answer.blocks)}
     reasons = (why, *([answer.why] if answer.why else ()))
@@ -55,36 +64,65 @@ def wish_prefix(state: LedgerState, kind: AheadKind, hashes: Items[BlockHash], w
     return answer
 
 
+def _bound_wish(state: LedgerState, wish: Wish) -> None:
+    """Note what a wish takes where the pool has groups."""
+    run = transfers.find_ahead_in_groups(state, wish.hashes, _EVERYTHING)
+    items = run.items if run is not None else []
+    wish.left, wish.pages = len(items), sum(state.config.block_pages[group_in(each.key)] for each in items)
+
+
 def _answer_of(state: LedgerState, hashes: Items[BlockHash]) -> Answer:
     tier, wanted = state.store.tier, len(hashes)
-    if tier is None or state.config.groups:
-        what = "keeps nothing in host memory" if tier is None else "has several groups of layers"
-        return Answer(Outcome.REFUSED, 0, 0, f"the worker {what}; expected one of one group that has --host-memory")
-    if state.worker.draining:
-        return Answer(Outcome.REFUSED, 0, 0, f"{DRAINS}; expected one that takes new requests")
-    there = transfers.count_run(state, hashes, 0, wanted)
+    if tier is None or state.worker.draining:
+        what = "the worker keeps nothing in host memory; expected one that has --host-memory"
+        return Answer(
+            Outcome.REFUSED, 0, 0, what if tier is None else f"{DRAINS}; expected one that takes new requests"
+        )
+    there = transfers.count_resumable(state, hashes)
     if there == wanted or state.ahead.find_wish(hashes) is not None:
         why = "all of it is there" if there == wanted else "it is on its way already"
         return Answer(Outcome.ACCEPTED, there, 0, why)
     room = _room(state, tier)
-    found = _count_elsewhere(state, hashes, there) if not isinstance(room, str) else 0
-    if isinstance(room, str) or not found:
-        why = room if isinstance(room, str) else f"{_NOTHING_THERE}, block {there} of it"
-        return Answer(Outcome.REFUSED, there, 0, why)
+    if isinstance(room, str):
+        return Answer(Outcome.REFUSED, there, 0, room)
+    if state.config.groups:
+        return _answer_in_groups(state, hashes, there, room)
+    return _answer_by_run(state, hashes, there, room)
+
+
+def _answer_by_run(state: LedgerState, hashes: Items[BlockHash], there: int, room: int) -> Answer:
+    """Return how far a prefix is to come behind what is there: as far as somebody has it, and as there is room."""
+    found, wanted = _count_elsewhere(state, hashes, there), len(hashes)
+    if not found:
+        return Answer(Outcome.REFUSED, there, 0, f"{_NOTHING_THERE}, block {there} of it")
     if min(found, room) == wanted - there:
         return Answer(Outcome.ACCEPTED, there, wanted - there)
     why = f"nobody has block {there + found} of it" if found <= room else f"it has room for {room} blocks ahead of need"
     return Answer(Outcome.CLIPPED, there, min(found, room), why)
 
 
+def _answer_in_groups(state: LedgerState, hashes: Items[BlockHash], there: int, room: int) -> Answer:
+    """Return how far a prefix is to come: to the deepest place from which a prompt could go on, as there is room."""
+    run = transfers.find_ahead_in_groups(state, hashes, (room, room))
+    most = transfers.find_ahead_in_groups(state, hashes, _EVERYTHING)
+    if run is None or most is None:
+        why = _NO_DEEPER if most is None else f"it has room for {room} pages ahead of need"
+        return Answer(Outcome.REFUSED, there, 0, why)
+    if run.end == len(hashes):
+        return Answer(Outcome.ACCEPTED, there, run.end - there)
+    why = f"{_NO_DEEPER} than {run.end}" if run.end == most.end else f"it has room for {room} pages ahead of need"
+    return Answer(Outcome.CLIPPED, there, run.end - there, why)
+
+
 def _room(state: LedgerState, tier: FrameTier) -> int | str:
-    """Return how many blocks more may be on their way, at least one, or why none."""
+    """Return how many blocks more may be on their way, at least one, or why none; where the pool has groups, pages."""
     ahead = state.ahead
     if len(ahead.wishes) >= MOST_WISHES:
         return f"{MOST_WISHES} prefixes are on their way to it; ask again later"
-    room = int(FRAMES_SHARE * len(tier.frames)) - ahead.blocks
+    room = int(FRAMES_SHARE * len(tier.frames)) - ahead.frames
     share = f"{FRAMES_SHARE:g} of {len(tier.frames)} frames"
-    return room if room > 0 else f"{ahead.blocks} blocks are on their way to it, of at most {share}; ask again later"
+    unit = "pages" if state.config.groups else "blocks"
+    return room if room > 0 else f"{ahead.frames} {unit} are on their way to it, of at most {share}; ask again later"
 
 
 def _count_elsewhere(state: LedgerState, hashes: Items[BlockHash], first: int) -> int:
@@ -144,6 +182,8 @@ def _order_blocks(state: LedgerState, wish: Wish, now: float) -> str | None:
     first = _reach(state, wish)
     if first == len(hashes):
         return "all of it is there"
+    if state.config.groups:
+        return _order_contents(state, wish, tier, now)
     if hashes[first] in tier.expected:
         return None  # for a sequence that has left
     end = min(len(hashes), first + min(PART_BLOCKS, max(1, int(PART_SHARE * len(tier.frames)))))
@@ -157,8 +197,32 @@ def _order_blocks(state: LedgerState, wish: Wish, now: float) -> str | None:
     return None
 
 
+def _order_contents(state: LedgerState, wish: Wish, tier: FrameTier, now: float) -> str | None:
+    """Do what `_order_blocks` does where the pool has groups."""
+    run = transfers.find_ahead_in_groups(state, wish.hashes, _EVERYTHING)
+    if run is None or not wish.left:
+        return _NO_DEEPER
+    part, room = list[transfers.FetchItem](), int(PART_SHARE * len(tier.frames))
+    for item in run.items:
+        room -= tier.pages_of(item.key)
+        if len(part) == min(PART_BLOCKS, wish.left) or (part and room < 0):
+            break
+        if not transfers.is_coming(item):  # for a sequence that has left
+            part.append(item)
+    if not part:
+        return None
+    numbers = transfers.order_run(state, run._replace(items=part))
+    if not numbers:
+        return "no frame of host memory could be had"
+    wish.left -= len(numbers)
+    state.ahead.part = Part(set(numbers), now)
+    return None
+
+
 def _reach(state: LedgerState, wish: Wish) -> int:
     """Return how many leading blocks of a wish are there. Where the last known one is, so are those before it."""
+    if state.config.groups:
+        return transfers.count_resumable(state, wish.hashes)
     known, end = wish.there + wish.came, len(wish.hashes)
     if known and not transfers.count_run(state, wish.hashes, known - 1, known):
         known = 0

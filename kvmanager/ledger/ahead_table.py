@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -38,7 +38,10 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Wish:
-    """A prefix that is to come, up to its last block; `there` of them were there when it was asked for."""
+    """A prefix that is to come, up to its last block; `there` of them were there when it was asked for.
+
+    Where the pool has groups, it may fill so many `pages`, and so many contents are still to be ordered, `left`.
+    """
 
     kind: AheadKind
     hashes: tuple[BlockHash, ...]
@@ -46,6 +49,8 @@ class Wish:
     why: str
     asked: float
     came: int = 0
+    pages: int = 0
+    left: int = 0
 
 
 @dataclass(slots=True)
@@ -77,9 +82,9 @@ class AheadTable:
         return len(self.part.open) if self.part is not None else 0
 
     @property
-    def blocks(self) -> int:
-        """The blocks that are still to come for all wishes."""
-        return sum(len(each.hashes) - each.there - each.came for each in self.wishes)
+    def frames(self) -> int:
+        """The frames that all wishes may still fill."""
+        return sum(each.pages or len(each.hashes) - each.there - each.came for each in self.wishes)
 
     def find_wish(self, hashes: Items[BlockHash]) -> Wish | None:
         """Return a wish that goes as far as a prefix, or further."""
@@ -104,7 +109,7 @@ class AheadTable:
     def copy(self) -> AheadTable:
         twin = AheadTable()
         twin.due, twin.came = self.due, self.came.copy()
-        twin.wishes.extend(Wish(e.kind, e.hashes, e.there, e.why, e.asked, e.came) for e in self.wishes)
+        twin.wishes.extend(map(replace, self.wishes))
         if self.part is not None:
             twin.part = Part(self.part.open.copy(), self.part.began, self.part.failed)
         return twin
@@ -112,4 +117,8 @@ class AheadTable:
     def key(self, now: float) -> tuple[object, ...]:
         """Return what is to come, hashable; the clock counts from now on."""
         part = self.part and (frozenset(self.part.open), now - self.part.began, self.part.failed)
-        return tuple((e.kind, e.hashes, e.there, e.came) for e in self.wishes), part, max(0.0, self.due - now)
+        return (
+            tuple((e.kind, e.hashes, e.there, e.came, e.pages, e.left) for e in self.wishes),
+            part,
+            max(0.0, self.due - now),
+        )

@@ -280,6 +280,10 @@ class Ledger:
         """Return whether the worker has a content in the pool or in host memory."""
         return transfers.has_content(self.state, key, parent, depth)
 
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        """Return whether the worker has something with one of these keys in the pool or in host memory."""
+        return transfers.has_any(self.state, keys)
+
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
         find = self.state.store.cache.find_registered_block

@@ -199,7 +199,7 @@ class WorkerRegistry:
         others = (each for each in stay if each.attach.worker_id != asked)
         for each in (*islice(others, _MOST_LOOKED_AT), self._registrations[asked]):
             state = each.ledger.state
-            has = transfers.count_run(state, prefix, len(prefix) - 1, len(prefix)) > 0
+            has = transfers.has_prefix(state, prefix)
             yield Standing(each.attach.worker_id, has, len(state.sequences.queue), state.sequences.running)
 
     # ------------------------------------------------------------ sessions

@@ -127,7 +127,7 @@ class FetchItem(NamedTuple):
 
 
 class FetchRun(NamedTuple):
-    """What is to come of a prompt, so that it goes on behind more than the `first` blocks that are there.
+    """What is to come of a prompt, so that it goes on behind `end` blocks, and not behind the `first` that are there.
 
     `behind` are frames of host memory that it needs beside that, and that are in no block of the pool. What a peer has
     is at `peer`.
@@ -136,11 +136,17 @@ class FetchRun(NamedTuple):
     first: int
     items: list[FetchItem]
     behind: list[FrameId]
+    end: int
     peer: Peer | None = None
 
 
 _FETCHING: Final = FrameId(-1)
 _AT_PEER: Final = FrameId(-2)
+
+
+def is_coming(item: FetchItem) -> bool:
+    """Return whether a content is being fetched already."""
+    return item.frame == _FETCHING
 
 
 def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) -> FetchRun | None:
@@ -162,7 +168,8 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
         return None
     behind, costs = list(found.frames[-1:]), state.worker.costs
     if state.config.groups:
-        return find_in_groups(state, hashes, sequence.num_tokens, first, costs, from_peers)
+        matcher = GroupMatcher(store.cache, store.blocks, state.config, hashes, sequence.num_tokens)
+        return _find_in_groups(state, matcher, first, _rooms_in_groups(state), costs, from_peers)
     coming = _find_coming(state, store.tier, hashes, first, end)
     own, peer, frames = _find_on_disk(state, hashes, first + coming, end), None, list[FrameId]()
     if from_peers and fetch_pays(costs, end - first - coming, from_peer=True):
@@ -172,7 +179,7 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
     if len(own) >= len(frames) and fetch_pays(costs, len(own)):
         peer, frames = None, own
     items = _items(hashes, first, [_FETCHING] * coming + frames)
-    return FetchRun(first, items, behind, peer) if items else None
+    return FetchRun(first, items, behind, first + len(items), peer) if items else None
 
 
 def find_ahead(state: LedgerState, hashes: list[BlockHash], first: int, end: int) -> FetchRun | None:
@@ -187,7 +194,7 @@ def find_ahead(state: LedgerState, hashes: list[BlockHash], first: int, end: int
         peer, frames = None, own
     parent = hashes[first - 1] if first else ROOT
     behind = [] if parent in store.cache.entries or not parent else [store.tier.entries[parent]]
-    return FetchRun(first, _items(hashes, first, frames), behind, peer) if frames else None
+    return FetchRun(first, _items(hashes, first, frames), behind, first + len(frames), peer) if frames else None
 
 
 def _items(hashes: list[BlockHash], first: int, frames: list[FrameId]) -> list[FetchItem]:
@@ -201,11 +208,44 @@ def _items(hashes: list[BlockHash], first: int, frames: list[FrameId]) -> list[F
 # ------------------------------------------------------------ fetches where the pool has groups
 
 
-def find_in_groups(
+def find_ahead_in_groups(state: LedgerState, hashes: Items[BlockHash], rooms: tuple[int, int]) -> FetchRun | None:
+    """Return what is to come of a prefix, so that a prompt goes on from the deepest place up to its end.
+
+    It is bounded by `rooms`, contents and pages, whatever it costs; None: nothing helps.
+    """
+    matcher = _matcher_of(state, hashes)
+    return _find_in_groups(state, matcher, count_resumable(state, hashes), rooms, None, from_peers=True)
+
+
+def count_resumable(state: LedgerState, hashes: Items[BlockHash]) -> int:
+    """Return how many leading blocks of a prefix a prompt could go on from, with what the worker has by now."""
+    if not state.config.groups:
+        return count_run(state, hashes, 0, len(hashes))
+    return _matcher_of(state, hashes).find_boundary(_nothing, 0, 0, 0)
+
+
+def has_prefix(state: LedgerState, hashes: Items[BlockHash]) -> bool:
+    """Return whether a prompt could go on from the end of a prefix, with what the worker has by now."""
+    if not state.config.groups:
+        return count_run(state, hashes, len(hashes) - 1, len(hashes)) > 0
+    return count_resumable(state, hashes) == len(hashes)
+
+
+def _matcher_of(state: LedgerState, hashes: Items[BlockHash]) -> GroupMatcher:
+    """Return what looks up a prefix whose last block is no prompt's last one."""
+    tokens = len(hashes) * state.config.block_size + 1
+    return GroupMatcher(state.store.cache, state.store.blocks, state.config, hashes, tokens)
+
+
+def _nothing(key: BlockHash, parent: BlockHash, depth: int) -> bool:
+    return False
+
+
+def _find_in_groups(
     state: LedgerState,
-    hashes: list[BlockHash],
-    num_tokens: int,
+    matcher: GroupMatcher,
     hits: int,
+    rooms: tuple[int, int],
     costs: TransferCosts | None,
     from_peers: bool,
 ) -> FetchRun | None:
@@ -213,20 +253,21 @@ def find_in_groups(
 
     It comes from the disk or from one peer, whichever lets the prompt go on from the deeper boundary.
     """
-    matcher = GroupMatcher(state.store.cache, state.store.blocks, state.config, hashes, num_tokens)
-    room = _rooms_in_groups(state)
-    best = _fetch_to(state, matcher, matcher.find_boundary(partial(_is_on_disk, state), hits, *room), hits, costs, None)
-    if from_peers and state.peers is not None and fetch_pays(costs, len(hashes) - hits, from_peer=True, images=1):
+    boundary = matcher.find_boundary(partial(_is_on_disk, state), hits, *rooms)
+    best = _fetch_to(state, matcher, boundary, hits, costs, None)
+    if not from_peers or state.peers is None:
+        return best
 
-        def reach(peer: HasContents) -> int:
-            return matcher.find_boundary(partial(_is_at_peer, state, peer), hits, *room) - hits
+    wanted = matcher.absent_keys()
 
-        found = state.peers(reach)
-        if found is not None:
-            theirs = _fetch_to(state, matcher, hits + found[1], hits, costs, found[0])
-            if theirs is not None and (best is None or theirs.items[-1].depth > best.items[-1].depth):
-                return theirs
-    return best
+    def reach(peer: HasContents) -> int:
+        if not peer.has_any(wanted):
+            return 0
+        return matcher.find_boundary(partial(_is_at_peer, state, peer), hits, *rooms) - hits
+
+    found = state.peers(reach)
+    theirs = _fetch_to(state, matcher, hits + found[1], hits, costs, found[0]) if found is not None else None
+    return theirs if theirs is not None and (best is None or theirs.end > best.end) else best
 
 
 def _fetch_to(
@@ -246,7 +287,7 @@ def _fetch_to(
     ahead = peer.ahead if peer is not None else 0
     if not items or not fetch_pays(costs, boundary - hits, peer is not None, ahead, images):
         return None
-    return FetchRun(hits, items, matcher.frames_behind(boundary), peer)
+    return FetchRun(hits, items, matcher.frames_behind(boundary), boundary, peer)
 
 
 def _is_coming(tier: FrameTier, key: BlockHash, parent: BlockHash, depth: int) -> bool:
@@ -317,6 +358,11 @@ def has_content(state: LedgerState, key: BlockHash, parent: BlockHash, depth: in
     if cache.find_registered_block(key, parent, depth) is not None:
         return True
     return cache.tier is not None and cache.tier.find(key, parent, depth) is not None
+
+
+def has_any(state: LedgerState, keys: frozenset[BlockHash]) -> bool:
+    """Return whether the worker has something of this in the pool or in host memory."""
+    return not keys.isdisjoint(state.store.cache.entries) or not keys.isdisjoint(state.store.cache.below)
 
 
 def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], first: int, end: int) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from common.contracts.errors import InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
-from common.contracts.transfers import TransferEnd
+from common.contracts.transfers import ImageName, TransferEnd
 from common.contracts.types import BlockHash
 from gpuworker.peers import client
 from gpuworker.peers.client import ClientLimits

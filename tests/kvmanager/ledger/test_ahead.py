@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ class Source:
 
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
         return depth < self.blocks
+
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        return self.blocks > 0
 
     def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         self.served.append(list(keys))
@@ -241,15 +245,40 @@ def test_eight_prefixes_are_on_their_way_at_most() -> None:
     assert answer == (Outcome.REFUSED, 0, 0, "8 prefixes are on their way to it; ask again later")
 
 
-def test_a_worker_without_host_memory_or_with_groups_refuses() -> None:
-    ledger = make_ledger(8)
-    answer = ledger.wish_prefix(PREFETCH, KEYS, "somebody asks")
+def test_a_worker_without_host_memory_refuses() -> None:
+    answer = make_ledger(8).wish_prefix(PREFETCH, KEYS, "somebody asks")
     assert answer.outcome is Outcome.REFUSED
-    assert "expected one of one group that has --host-memory" in answer.why
-    groups = (KvGroup(KvGroupKind.FULL, 0, 1, ()), KvGroup(KvGroupKind.WINDOW, 32, 1, ()))
-    answer = make_ledger(8, host_frames=8, groups=groups).wish_prefix(PREFETCH, KEYS, "somebody asks")
-    assert (answer.outcome, answer.blocks) == (Outcome.REFUSED, 0)
-    assert answer.why.startswith("the worker has several groups of layers")
+    assert "expected one that has --host-memory" in answer.why
+
+
+WINDOW = (KvGroup(KvGroupKind.FULL, 0, 1, ()), KvGroup(KvGroupKind.WINDOW, 32, 2, ()))
+
+
+def test_where_the_pool_has_groups_what_is_read_at_the_end_comes_in_parts() -> None:
+    made = Made(frames=128, groups=WINDOW)
+    answer, first = made.wish(KEYS)
+    assert answer == (Outcome.ACCEPTED, 0, len(KEYS), "")
+    made.clock.advance(1.0)
+    assert made.end(first) == [], "a pause follows"
+    made.clock.advance(100.0)
+    rest = made.turn()
+    ordered_of = Counter((each.group, each.num_pages) for each in (*first, *rest))
+    assert ordered_of == {(0, 1): len(KEYS), (1, 2): 2}, "a window of 32 tokens is two blocks"
+    made.end(rest[:-1])
+    assert made.ledger.look_up_prompt(KEYS, 16 * len(KEYS) + 1).hit_blocks < len(KEYS)
+    made.end(rest[-1:])
+    assert made.ledger.look_up_prompt(KEYS, 16 * len(KEYS) + 1).hit_blocks == len(KEYS)
+    assert made.wish(KEYS)[0] == (Outcome.ACCEPTED, len(KEYS), 0, "all of it is there")
+
+
+def test_a_prefix_in_groups_is_clipped_to_where_a_prompt_could_go_on() -> None:
+    made = Made(blocks=3, frames=128, groups=WINDOW)
+    answer, _ = made.wish(KEYS)
+    assert (answer.outcome, answer.blocks) == (Outcome.CLIPPED, 3)
+    assert answer.why.endswith("no prompt could go on from a deeper block than 3")
+    assert Made(blocks=0, frames=128, groups=WINDOW).wish(KEYS)[0].outcome is Outcome.REFUSED
+    few = Made(frames=16, groups=WINDOW).wish(KEYS)[0]
+    assert few == (Outcome.CLIPPED, 0, 1, "it has room for 4 pages ahead of need")
 
 
 # ---------------------------------------------------------------- what a grant says of it

@@ -44,6 +44,9 @@ class Having:
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
         return depth < self.blocks
 
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        return self.blocks > 0
+
 
 def found(asking: Attach, *others: tuple[Attach, Having], first: int = 0, end: int = 4) -> tuple[str, int] | None:
     best = find_peer(asking, others, KEY, ManualClock(), lambda ledger: ledger.find_run(KEYS, first, end))
@@ -85,9 +88,9 @@ def test_a_token_is_for_these_hashes_this_worker_and_this_incarnation_alone() ->
     key, scope = serve_key_of(KEY, its), TokenScope("me", mine, its, peer.expires, KEYS[:2])
     assert verify_token([key], scope, peer.token, now) is None
     for other in (
-        replace(scope, hashes=KEYS[:3]),
-        replace(scope, hashes=KEYS[:1]),
-        replace(scope, hashes=(KEYS[1], KEYS[0])),
+        replace(scope, keys=KEYS[:3]),
+        replace(scope, keys=KEYS[:1]),
+        replace(scope, keys=(KEYS[1], KEYS[0])),
         replace(scope, destination="other"),
         replace(scope, incarnation=bytes(16)),
         replace(scope, expires=peer.expires + 1),
@@ -177,6 +180,9 @@ class Source:
 
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
         return depth < self.blocks
+
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        return self.blocks > 0
 
     def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         self.served.append(list(keys))

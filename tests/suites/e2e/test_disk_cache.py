@@ -17,7 +17,7 @@ from cli.suite.stack import StackOptions
 from gpuworker.memory.disk_frames import ENTRY_BYTES, HEAD_BYTES
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
-from tests.suites.e2e.test_host_tier import TALKS, TOKENS, small_pool
+from tests.suites.e2e.test_host_tier import IN_GROUPS, TALKS, TOKENS, small_pool
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.load import kill, until_restarted
 from tests.support.simulated import expected, seeded
@@ -96,6 +96,48 @@ async def test_a_worker_that_was_killed_finds_its_blocks_again(tmp_path: Path) -
         usages = [each.finished.usage for each in again if each.finished is not None]
         assert [(each.host_cached_tokens, each.disk_cached_tokens) for each in usages] == [(0, 36)] * len(TALKS)
         await suite.until_all_free(1)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["gemma4_text", "llama4_text", "qwen3_next"])
+async def test_a_worker_that_was_killed_finds_windows_chunks_and_states_again(kind: str, tmp_path: Path) -> None:
+    """Contents of all groups come back, and half of them once more after each second image has rotted."""
+    flags = ("--dtype", "float32", "--kv-blocks", f"{IN_GROUPS[kind]}", "--max-model-len", "64", "--max-num-seqs", "4")
+    disk = ("--host-memory", "4MiB", "--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "32MiB")
+    options, right = StackOptions(model=checkpoint(kind), block_size=4, worker_flags=(*flags, *disk)), wanted(kind)
+    (tmp_path / "state").mkdir()
+    async with running_suite(tmp_path / "state", options) as suite:
+        assert tokens(await talk_to(suite)) == right
+        await until_disk_rests(suite)
+        await kill_and_await(suite)
+        again = await talk_to(suite)
+        assert tokens(again) == right
+        assert [cached_tokens(each) for each in again] == [36] * len(TALKS)
+        (pool,) = await suite.pools()
+        assert pool.disk_loads > 0
+        await until_disk_rests(suite)
+        (images,) = (tmp_path / "disk").glob("*/images")
+        content = bytearray(images.read_bytes())
+        content[:: 2 * 4096] = bytes(each ^ 0x40 for each in content[:: 2 * 4096])
+        with images.open("r+b") as file:
+            file.write(content)
+        await kill_and_await(suite)
+        rotten = await talk_to(suite)
+        assert tokens(rotten) == right
+        assert sum(map(cached_tokens, rotten)) < 36 * len(TALKS)
+        await suite.until_all_free(1)
+
+
+async def until_disk_rests(suite: Suite) -> None:
+    """Wait until three looks in a row find as many contents on disk, and some."""
+    seen = list[int]()
+
+    async def look() -> list[int]:
+        (pool,) = await suite.pools()
+        seen.append(pool.disk_held)
+        return seen[-3:]
+
+    await until(look, lambda last: last[0] > 0 and last == last[:1] * 3, every=0.2, seconds=PATIENCE)
 
 
 @pytest.mark.rest

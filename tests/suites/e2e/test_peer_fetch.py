@@ -88,6 +88,8 @@ async def running_pair(
     tls: bool = False,
     workers: int = 2,
     manager_flags: tuple[str, ...] = (),
+    model: str = "llama",
+    pages: int = 32,
     **environment: str,
 ) -> AsyncIterator[Pair]:
     hold = folder / "hold"
@@ -95,11 +97,11 @@ async def running_pair(
     monkeypatch.setattr(programs, "module_command", _command)
     for name, value in {"HOLD": str(hold), **environment}.items():
         monkeypatch.setenv(f"PEER_TEST_{name}", value)
-    sizes = ("--dtype", "float32", "--kv-blocks", "32", "--max-model-len", "64", "--max-num-seqs", "4")
-    flags = (*sizes, "--host-memory", "1MiB", "--data-port", "0", *flags)
+    sizes = ("--dtype", "float32", "--kv-blocks", f"{pages}", "--max-model-len", "64", "--max-num-seqs", "4")
+    flags = (*sizes, "--host-memory", "1MiB" if model == "llama" else "4MiB", "--data-port", "0", *flags)
     certs = folder / "certs" if tls else None
     options = StackOptions(
-        model=checkpoint("llama"),
+        model=checkpoint(model),
         block_size=BLOCK,
         workers=workers,
         worker_flags=flags,
@@ -140,6 +142,36 @@ async def test_a_prefix_comes_from_the_worker_that_computed_it(
         assert (grant.figures["fetched_blocks"], grant.figures["host_blocks"]) == (9.0, 9.0)
         assert await pair.answer(DESTINATION, prompt(1)) == (wanted, HITS)
         assert pair.count("CARRIER") == 9, "it is in the pool now"
+        await pair.suite.until_all_free(2)
+
+
+IN_GROUPS = {"gemma4_text": 100, "llama4_text": 80, "qwen3_next": 80}
+"""Models with windows, chunks and states, and pages of a pool."""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("model", IN_GROUPS)
+async def test_windows_chunks_and_states_come_from_a_worker_that_is_killed_during_another_fetch(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, patience = IN_GROUPS[model], "10"
+    async with running_pair(tmp_path, monkeypatch, model=model, pages=pages, PATIENCE=patience) as pair:
+        wanted = [hf_greedy(checkpoint(model), prompt(seed), TOKENS) for seed in (1, 2)]
+        for seed, right in enumerate(wanted, 1):
+            assert await pair.answer(SOURCE, prompt(seed)) == (right, 0)
+        assert await pair.answer(DESTINATION, prompt(1), "fetched") == (wanted[0], HITS)
+        assert pair.count(f"{DESTINATION}: CARRIER") > 9, "each page of each group is an image"
+        pair.hold()
+        pid = pair.suite.stack.children[SOURCE].pid
+        asked = asyncio.create_task(pair.answer(DESTINATION, prompt(2), "cut"))
+        await pair.until_held()
+        kill(pair.suite, SOURCE)
+        tokens, cached = await asked
+        assert (tokens, cached) == (wanted[1], 0)
+        pair.release()
+        await until_restarted(pair.suite, SOURCE, pid)
+        await pair.suite.until_connected(2)
+        assert await pair.answer(SOURCE, prompt(1), "back") == (wanted[0], HITS)
         await pair.suite.until_all_free(2)
 
 

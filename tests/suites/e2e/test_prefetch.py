@@ -20,7 +20,17 @@ from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2
-from tests.suites.e2e.test_peer_fetch import BLOCK, DESTINATION, HITS, SOURCE, TOKENS, Pair, prompt, running_pair
+from tests.suites.e2e.test_peer_fetch import (
+    BLOCK,
+    DESTINATION,
+    HITS,
+    IN_GROUPS,
+    SOURCE,
+    TOKENS,
+    Pair,
+    prompt,
+    running_pair,
+)
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.direct_worker import records_of
 from tests.support.load import kill, until_restarted
@@ -71,6 +81,23 @@ async def test_a_prompt_that_an_operator_prefetched_waits_for_nothing(
         assert f"{AHEAD_REASON}{said}" in grant.reasons
         again = await prefetched(pair, prompt(1))
         assert (again.outcome, again.blocks_there, again.blocks_coming) == ("accepted", BLOCKS, 0)
+        await pair.suite.until_all_free(2)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("model", IN_GROUPS)
+async def test_windows_chunks_and_states_are_prefetched(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of a model with groups comes up to the deepest block from which it could go on."""
+    async with running_pair(tmp_path, monkeypatch, model=model, pages=IN_GROUPS[model], PATIENCE="60") as pair:
+        wanted = hf_greedy(checkpoint(model), prompt(1), TOKENS)
+        assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
+        answer = await prefetched(pair, prompt(1))
+        assert (answer.outcome, answer.blocks_coming) == ("accepted", BLOCKS)
+        await until_recorded(pair, f"prefetch: {BLOCKS} of {BLOCKS} blocks came")
+        assert await pair.answer(DESTINATION, prompt(1), "hits") == (wanted, HITS)
+        assert await records_of(pair.suite, "hits", "shortfall") == []
         await pair.suite.until_all_free(2)
 
 

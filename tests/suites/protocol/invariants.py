@@ -138,8 +138,8 @@ def check_part(ledger: Ledger) -> None:
 def _ahead_is_bounded(ledger: Ledger) -> None:
     """I27: wishes are few and so are their blocks; a sequence waits for blocks of its own prompt alone."""
     state, tier = ledger.state, ledger.state.store.tier
-    if len(state.ahead.wishes) > MOST_WISHES or (tier is not None and state.ahead.blocks > len(tier.frames) // 4):
-        raise Violation("I27", f"{state.ahead.blocks} blocks are to come ahead of need")
+    if len(state.ahead.wishes) > MOST_WISHES or (tier is not None and state.ahead.frames > len(tier.frames) // 4):
+        raise Violation("I27", f"{state.ahead.frames} blocks are to come ahead of need")
     if state.ahead.part is not None and not state.ahead.wishes:
         raise Violation("I27", "blocks come ahead of need, and nobody wants them")
     for each in state.sequences.fetching:

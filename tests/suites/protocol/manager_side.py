@@ -47,6 +47,9 @@ class Oracle:
     def has_content(self, key: BlockHash, parent: BlockHash, depth: int) -> bool:
         return not (key[0] + key[-1]) % self.every
 
+    def has_any(self, keys: frozenset[BlockHash]) -> bool:
+        return any(not (key[0] + key[-1]) % self.every for key in keys)
+
     def serve(self, keys: Sequence[BlockHash]) -> PeerSource:
         return PeerSource(self.worker_id, bytes(16), "127.0.0.1:1", bytes(16), 0)
 

@@ -490,6 +490,15 @@ LARGE: dict[str, Scenario] = {
     "ahead_few": Scenario(_IN_TURNS, 7, frames=8, budget=4, peers=2, wishes=12, max_num_seqs=2),
     "ahead_disk": Scenario(_IN_TURNS, 6, frames=12, disk=9, budget=5, peers=2, wishes=8, max_num_seqs=2),
     "ahead_mixed": Scenario(_MIXED, 8, frames=16, budget=4, peers=1, wishes=8, with_index=True),
+    "ahead_window": Scenario(
+        _IN_TURNS, 12, groups=WINDOW_FULL, frames=32, budget=5, peers=1, peer_ends=MOSTLY, wishes=8, max_num_seqs=2
+    ),
+    "ahead_three": Scenario(
+        _IN_TURNS, 28, groups=THREE, frames=80, disk=40, budget=5, peers=1, peer_ends=MOSTLY, wishes=8, max_num_seqs=2
+    ),
+    "ahead_state": Scenario(
+        _IN_TURNS, 14, groups=STATE, frames=48, disk=30, budget=5, peers=1, peer_ends=MOSTLY, wishes=12, max_num_seqs=2
+    ),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
     "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),

@@ -97,6 +97,7 @@ class EngineDriver:
             config.prefix_caching,
             config.max_num_seqs,
             host_frames=config.host_frames,
+            disk_frames=config.disk_frames,
         )
 
     def __enter__(self) -> EngineDriver:
