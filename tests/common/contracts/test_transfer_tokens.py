@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.contracts.hashing import key_of
 from common.contracts.transfer_tokens import (
     ServeKeys,
     TokenRefusal,
@@ -96,3 +97,12 @@ def test_the_last_two_keys_hold() -> None:
 
 def test_a_manager_without_a_pool_key_draws_one() -> None:
     assert drawn_pool_key(lambda count: b"r" * count) == b"r" * 32
+
+
+def test_a_token_of_groups_is_for_each_group_alone() -> None:
+    keys = (key_of(HASHES[0], 1), HASHES[1])
+    token = make_token(KEY, replace(SCOPE, keys=keys))
+    assert verify_token([KEY], replace(SCOPE, keys=keys), token, now=0.0) is None
+    others = (HASHES, (key_of(HASHES[0], 2), HASHES[1]), (HASHES[0], key_of(HASHES[1], 1)))
+    for other in others:
+        assert verify_token([KEY], replace(SCOPE, keys=other), token, now=0.0) is TokenRefusal.FOREIGN

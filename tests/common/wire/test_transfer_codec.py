@@ -127,3 +127,29 @@ def test_costs_that_are_no_seconds_count_as_unknown(value: float) -> None:
     received = transfer_codec.fetched_from_proto(fetched)
     assert received[:3] == Fetched(3, 4, 0.0)[:3]
     assert len(received.source) < 10_000
+
+
+OF_PAGES = Transfer(
+    9, B, B, 0, Place(Medium.BLOCK, BlockId(3)), Place(Medium.DISK, FrameId(9)), group=2,
+    others=((BlockId(5), FrameId(1)), (BlockId(4), FrameId(7))),
+)  # fmt: skip
+
+
+def test_contents_of_groups_have_their_pages_and_their_own_hash_as_parent() -> None:
+    sent = packed(SAVE, OF_PAGES)
+    assert (sent.transfer_groups, sent.transfer_others) == (bytes([0, 2]), bytes([0, 0, 0, 0, 2, 0, 0, 0]))
+    assert lease_codec.batch_from_proto(sent).transfers == (SAVE, OF_PAGES)
+    plain = packed(SAVE, FETCH)
+    assert not plain.transfer_groups + plain.transfer_others + plain.transfer_other_sources
+
+
+@pytest.mark.parametrize(
+    "column", ["transfer_groups", "transfer_others", "transfer_other_sources", "transfer_other_targets"]
+)
+def test_columns_of_groups_of_other_lengths_are_refused(column: str) -> None:
+    value = getattr(packed(SAVE, OF_PAGES), column)
+    for wrong in (value[:-1], value[: len(value) // 2], value * 2, b""):
+        cut = packed(SAVE, OF_PAGES)
+        setattr(cut, column, wrong)
+        with pytest.raises(ProtocolViolation):
+            transfer_codec.unpack_transfers(cut)

@@ -98,8 +98,11 @@ def plane_of(kind: str, impl: ModelImpl, pages: int, disk: Path | None = None) -
 
 
 def ledger_of(engine: EngineDriver) -> Ledger:
-    assert isinstance(engine.channel, EmbeddedChannel)
-    return wait_until(lambda: engine.channel.ledger, lambda found: found is not None)  # type: ignore[attr-defined]
+    channel = engine.channel
+    assert isinstance(channel, EmbeddedChannel)
+    found = wait_until(lambda: channel.ledger, lambda ledger: ledger is not None)
+    assert found is not None
+    return found
 
 
 def is_quiet(ledger: Ledger) -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 from common.contracts.errors import InvalidConfig
 from common.contracts.transfers import TransferEnd
-from common.contracts.types import KvGeometry
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 from gpuworker.memory import disk_frames
 from gpuworker.memory.disk_frames import (
     ENTRY_BYTES,
@@ -559,3 +559,58 @@ def test_without_the_package_a_worker_says_what_to_install(tmp_path: Path, monke
     with pytest.raises(InvalidConfig, match=r"--disk-cache: needs the package xxhash, .* pip install 'xxhash>=4.1'"):
         opened(tmp_path / "w")
     assert not (tmp_path / "w").exists()
+
+
+# ---------------------------------------------------------------- contents of several pages
+
+GROUPS = (KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.STATE, 0, 3, (1,)))
+IN_GROUPS = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, groups=GROUPS))
+
+
+def save_pages(disk: DiskFrames, name: str, *frames: int) -> None:
+    """Save a checkpoint of three pages, or as many of its pages as there are frames."""
+    for page, frame in enumerate(frames):
+        disk.write(replace(save(name, frame, name, 1), group=1, page=page), image_of((name, page)))
+
+
+def test_a_content_of_several_pages_is_there_once_each_of_them_is(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "w", 9, IN_GROUPS)
+    disk.write(save("a", 4), image_of("a"))
+    save_pages(disk, "b", 7, 1, 5)
+    save_pages(disk, "c", 0, 2)
+    disk.close()
+    again = opened(tmp_path / "w", 9, IN_GROUPS)
+    found = again.claims()
+    assert [(each.block, each.hash) for each in found.contents] == [(4, hash_of("a")), (7, hash_of("b"))]
+    assert (found.groups, found.pages) == ((0, 1), (4, 7, 1, 5))
+    for page, frame in enumerate((7, 1, 5)):
+        assert again.read(replace(fetch("b", frame, "b", 1), group=1, page=page)) == image_of(("b", page))
+
+
+def test_a_page_is_no_other_page_and_no_block_of_another_group(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "w", 9, IN_GROUPS)
+    save_pages(disk, "b", 7, 1, 5)
+    for changed in ({"group": 1, "page": 1}, {"group": 0}, {"group": 1, "hash": hash_of("c")}):
+        assert read_or_end(disk, replace(fetch("b", 7, "b", 1), **changed)) == TransferEnd.CORRUPT
+    assert disk.read(replace(fetch("b", 1, "b", 1), group=1, page=1)) == image_of(("b", 1))
+
+
+def test_a_page_that_was_written_over_takes_its_content_along(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "w", 9, IN_GROUPS)
+    save_pages(disk, "b", 7, 1, 5)
+    disk.write(save("a", 1), image_of("a"))
+    disk.close()
+    assert [each.hash for each in opened(tmp_path / "w", 9, IN_GROUPS).claims().contents] == [hash_of("a")]
+
+
+def test_groups_of_other_pages_are_another_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(tmp_path / "w", 9, IN_GROUPS).close()
+    assert opened(tmp_path / "w", 9).claims().contents == ()
+    assert "kv_geometry.groups was" in caplog.text
+
+
+def test_an_entry_of_a_group_that_there_is_not_is_none(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "w", 9, IN_GROUPS)
+    for group, page in ((2, 0), (255, 0), (1, 3), (0, 1)):
+        disk.write(replace(save("a", group % 9, "a", 1), group=group, page=page), image_of("a"))
+    assert disk.claims().contents == ()

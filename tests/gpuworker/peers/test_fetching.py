@@ -15,8 +15,8 @@ import pytest
 
 from common.contracts.errors import InvalidConfig
 from common.contracts.transfer_tokens import TokenScope, make_token, serve_key_of
-from common.contracts.transfers import ImageName, TransferEnd
-from common.contracts.types import BlockHash
+from common.contracts.transfers import ImageName, Medium, Place, Transfer, TransferEnd
+from common.contracts.types import BlockHash, FrameId
 from gpuworker.peers import client
 from gpuworker.peers.client import ClientLimits
 from gpuworker.peers.server import Deliver, PeerServer, ServerLimits, listen
@@ -25,6 +25,7 @@ from tests.support.gpuworker.peers import (
     DESTINATION,
     IMAGE_BYTES,
     MISSING,
+    PATIENCE,
     SERVE_KEY,
     SOURCE,
     Destination,
@@ -160,7 +161,7 @@ def test_a_fetch_that_is_not_for_this_source_is_refused_with_the_reason(
     asked = list[BlockHash]()
 
     def take_images(hashes: Sequence[ImageName], deliver: Deliver) -> None:
-        asked.extend(hashes)
+        asked.extend([each.key for each in hashes])
         answer_images(hashes, deliver)
 
     with serving(take_images) as server, Destination(who) as destination:
@@ -345,3 +346,36 @@ def test_a_port_is_found_under_each_way_to_write_its_host(host: str) -> None:
         found = destination.fetched(server.port, hashes_of(2), address=f"{shown}:{server.port}")
     server.close()
     assert found == [DONE, DONE]
+
+
+def of_pages(*pages: int) -> list[Transfer]:
+    """Return transfers of contents of group 1 that have so many pages, page by page."""
+    found, frame = list[Transfer](), 0
+    for number, (count, each) in enumerate(zip(pages, hashes_of(len(pages)), strict=True)):
+        others = tuple([(FrameId(0), FrameId(frame + page)) for page in range(1, count)])
+        target, source = Place(Medium.HOST, FrameId(frame)), Place(Medium.PEER, FrameId(0))
+        found += Transfer(number, each, each, 0, source, target, group=1, others=others).pages()
+        frame += count
+    return found
+
+
+def test_each_page_of_a_content_is_an_image() -> None:
+    source = replace(SOURCE, block_pages=(1, 3))
+    with serving(identity=source) as server, Destination() as destination:
+        moves = of_pages(3, 3)
+        keys = [each.key for each in moves if not each.page]
+        destination.client.fetch(destination.source(server.port, keys), moves, PATIENCE)
+        landed = destination.landed(6)
+        assert [each.end for each in landed] == [DONE] * 6
+        found = {(each.transfer.key, each.transfer.page): bytes(each.image or b"") for each in landed}
+        assert found == {(key, page): image_of(key, page=page) for key in keys for page in range(3)}
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 9000)], ids=str)
+def test_who_asks_for_a_group_or_for_images_that_there_are_not_is_put_out(sizes: tuple[int, ...]) -> None:
+    with serving(identity=replace(SOURCE, block_pages=sizes)) as server, Destination() as destination:
+        moves = of_pages(3)
+        destination.client.fetch(destination.source(server.port, [moves[0].key]), moves, PATIENCE)
+        assert [each.end for each in destination.landed(3)] == [FAILED] * 3
+        wait_until(lambda: server.served().refused["malformed"], lambda count: count == 1)
+        assert destination.fetched(server.port, hashes_of(2)) == [DONE] * 2

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contracts.transfers import TransferEnd
+from common.contracts.hashing import key_of
+from common.contracts.transfers import ImageName, TransferEnd
 from common.contracts.types import BlockHash
 from gpuworker.peers import wire
 from gpuworker.peers.wire import (
@@ -232,3 +233,37 @@ def test_an_identity_that_no_hello_can_say_is_a_mistake() -> None:
 
 def test_every_refusal_has_words() -> None:
     assert len({refusal.words for refusal in Refusal}) == len(Refusal)
+
+
+def test_a_request_of_groups_names_each_and_has_an_image_a_page() -> None:
+    keys = (key_of(BlockHash(b"a" * 16), 1), BlockHash(b"b" * 16))
+    sent = wire.pack_request(Request(3, bytes(16), 9, keys))
+    head, body = sent[: wire.HEAD_BYTES], sent[wire.HEAD_BYTES :]
+    assert (head[1], body[-2:], len(body)) == (1, bytes([1, 0]), wire.client_body_bytes(head))
+    request = wire.unpack_client_message(head, body)
+    assert isinstance(request, Request)
+    assert request.keys == keys
+    assert request.images((2, 3)) == [
+        *(ImageName(keys[0], page) for page in range(3)),
+        ImageName(keys[1]),
+        (keys[1], 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ((1,), "a content of group 1; there are 1"),
+        ((1, 9000), "a request for 9001 images; expected at most 8192"),
+    ],
+)
+def test_a_request_of_more_than_there_can_be_is_refused(sizes: tuple[int, ...], why: str) -> None:
+    request = Request(3, bytes(16), 9, (key_of(BlockHash(b"a" * 16), 1), BlockHash(b"b" * 16)))
+    with pytest.raises(WireError, match=why):
+        request.images(sizes)
+
+
+def test_a_request_is_grouped_or_it_is_not() -> None:
+    head = bytes([1, 2, 1, 0, 0, 0, 0, 0])
+    with pytest.raises(WireError, match="grouped; expected 0 or 1"):
+        wire.client_body_bytes(head)

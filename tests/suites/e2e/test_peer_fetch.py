@@ -160,7 +160,8 @@ async def test_windows_chunks_and_states_come_from_a_worker_that_is_killed_durin
         for seed, right in enumerate(wanted, 1):
             assert await pair.answer(SOURCE, prompt(seed)) == (right, 0)
         assert await pair.answer(DESTINATION, prompt(1), "fetched") == (wanted[0], HITS)
-        assert pair.count(f"{DESTINATION}: CARRIER") > 9, "each page of each group is an image"
+        images = pair.count(f"{DESTINATION}: CARRIER")
+        assert images == 9 if model == "llama4_text" else images > 9, "no token behind 36 reads a chunk before it"
         pair.hold()
         pid = pair.suite.stack.children[SOURCE].pid
         asked = asyncio.create_task(pair.answer(DESTINATION, prompt(2), "cut"))

@@ -15,6 +15,7 @@ from tests.suites.protocol.content_mutants import CONTENT_MUTANTS
 from tests.suites.protocol.group_mutants import GROUP_MUTANTS
 from tests.suites.protocol.group_tier_mutants import GROUP_TIER_MUTANTS
 from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
+from tests.suites.protocol.moved_group_mutants import MOVED_GROUP_MUTANTS
 from tests.suites.protocol.mutant import Mutant
 from tests.suites.protocol.part_mutants import PART_MUTANTS
 from tests.suites.protocol.peer_mutants import PEER_MUTANTS
@@ -27,7 +28,7 @@ def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-_TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS, *AHEAD_MUTANTS)
+_TRANSFERS = (*TRANSFER_MUTANTS, *PEER_MUTANTS, *AHEAD_MUTANTS, *MOVED_GROUP_MUTANTS)
 _OF_CONTENT = (
     *CONTENT_MUTANTS,
     *GROUP_MUTANTS,

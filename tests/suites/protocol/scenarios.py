@@ -468,6 +468,9 @@ LARGE: dict[str, Scenario] = {
         with_index=True,
     ),
     "peers_compound": Scenario(_MIXED, 44, groups=COMPOUND, frames=40, budget=6, peers=1, peer_ends=MOSTLY),
+    "peers_compound_few": Scenario(
+        _IN_TURNS, 40, groups=COMPOUND, frames=33, budget=5, peers=1, peer_ends=MOSTLY, max_num_seqs=3
+    ),
     "peers_state": Scenario(
         _IN_TURNS,
         14,
