@@ -117,12 +117,24 @@ async def test_without_a_worker_that_decodes_those_for_prompts_serve_whole_reque
         assert list(outcome.tokens) == expected(prompt, TOKENS)
 
 
-async def test_a_model_continues_from_blocks_that_another_worker_computed(tmp_path: Path) -> None:
-    folder, draw = checkpoint("llama"), random.Random(7)
+@pytest.mark.parametrize(
+    ("kind", "pages", "hits"),
+    [
+        ("llama", 64, 36),
+        pytest.param("gemma4_text", 300, 36, marks=pytest.mark.rest),
+        pytest.param("llama4_text", 240, 36, marks=pytest.mark.rest),
+        # The prompt's full blocks end with its last token there, before which the last checkpoint is.
+        pytest.param("qwen3_next", 240, 32, marks=pytest.mark.rest),
+    ],
+)
+async def test_a_model_continues_from_blocks_that_another_worker_computed(
+    kind: str, pages: int, hits: int, tmp_path: Path
+) -> None:
+    folder, draw = checkpoint(kind), random.Random(7)
     talks = [[draw.randrange(6, VOCAB_SIZE) for _ in range(37)] for _ in range(6)]
     wanted = [hf_greedy(folder, talk, TOKENS) for talk in talks]
-    sizes = ("--dtype", "float32", "--kv-blocks", "64", "--max-model-len", "64", "--max-num-seqs", "4")
-    flags = (*sizes, "--host-memory", "1MiB", "--data-port", "0")
+    sizes = ("--dtype", "float32", "--kv-blocks", f"{pages}", "--max-model-len", "64", "--max-num-seqs", "4")
+    flags = (*sizes, "--host-memory", "1MiB" if kind == "llama" else "8MiB", "--data-port", "0")
     options = StackOptions(
         model=folder, block_size=4, workers=2, prefill_workers=1, worker_flags=flags, router_flags=ALWAYS
     )
@@ -130,7 +142,7 @@ async def test_a_model_continues_from_blocks_that_another_worker_computed(tmp_pa
         await suite.until_connected(2)
         first = await asyncio.gather(*(suite.generate(greedy(talk, TOKENS)) for talk in talks[:3]))
         assert [list(each.tokens) for each in first] == wanted[:3]
-        assert [cached_tokens(each) for each in first] == [36] * 3
+        assert [cached_tokens(each) for each in first] == [hits] * 3
         assert {each.admitted.worker_id for each in first if each.admitted} == {"worker-1"}
         pid = suite.stack.children["worker-0"].pid
         assert pid is not None

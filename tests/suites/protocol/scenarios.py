@@ -359,7 +359,10 @@ def in_any_groups(seed: int) -> Scenario:
         max_faults=12,
         faults=ALL_FAULTS | RESETS,
         first_part=rng.choice((0, size, 3 * size)),
-        frames=rng.choice((0, 3, 12, 40)),
+        frames=(frames := rng.choice((0, 3, 12, 40, 120))),
+        disk=rng.choice((0, 0, 12, 80)) if frames else 0,
+        peers=rng.choice((0, 1, 2)) if frames else 0,
+        peer_ends=MOSTLY,
     )
 
 
