@@ -143,7 +143,7 @@ def _units_of(config: LedgerConfig, claims: Items[CachedBlock], named: Items[int
             )
         units.append(Unit(group, frames))
         at += size
-    if len(units) != len(claims) or at != len(pages):
+    if not len(units) == len(claims) == len(named) or at != len(pages):
         what = f"{len(named)} groups and {len(pages)} frames, which make {at}"
         raise ProtocolViolation(f"an inventory has {len(claims)} contents of a tier, {what}")
     return units

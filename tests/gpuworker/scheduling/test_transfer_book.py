@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from common.contracts.errors import ProtocolViolation
@@ -346,3 +349,77 @@ def test_a_copy_of_a_part_touches_its_source_and_its_target() -> None:
     assert book.take_saves(made, frames, (part,), 9) == ([save(1, block(0), 0)], []), "5 is to be filled"
     assert book.waits_to_take
     assert book.take_saves(made, frames, (), 9) == ([save(2, block(5), 1)], [])
+
+
+# ---------------------------------------------------------------- contents of several pages
+
+
+def of_two_pages(number: int = 1, target: tuple[int, int] = (2, 0)) -> Transfer:
+    """Return a fetch from disk of a content of group 1, from frames 3 and 1."""
+    others = ((FrameId(1), FrameId(target[1])),)
+    return Transfer(number, B, B, 1, disk(3), host(target[0]), group=1, others=others)
+
+
+def book_of_pages() -> tuple[TransferBook, FrameClaims]:
+    """Return a book that has the content on disk, and host memory where frames 2 and 3 have another one."""
+    book, frames = TransferBook(6, block_pages=(1, 2)), FrameClaims(4, (1, 2))
+    book.restore(Claims((CachedBlock(FrameId(3), B, -1, 7, B, 1),), (1,), (FrameId(3), FrameId(1))))
+    frames.claim((FrameId(3), FrameId(2)), Content(A, None, 0, 1, 1))
+    return book, frames
+
+
+def test_a_content_is_there_once_all_its_pages_have_come() -> None:
+    book, frames = book_of_pages()
+    fetch_ = of_two_pages()
+    book.check([fetch_], 8, 4)
+    book.apply([fetch_], frames)
+    assert frames.held == {}, "a frame of what was there is to be filled"
+    first, second = book.take_reads()
+    assert [(each.source, each.target, each.page) for each in (first, second)] == [
+        (disk(3), host(2), 0), (disk(1), host(0), 1),
+    ]  # fmt: skip
+    assert book.end(second, TransferEnd.DONE, frames, 9) is None
+    assert (frames.held, book.is_open(first)) == ({}, True)
+    assert book.end(first, TransferEnd.DONE, frames, 9) is TransferEnd.DONE
+    assert frames.claims() == Claims((CachedBlock(FrameId(2), B, -1, 9, B, 1),), (1,), (FrameId(2), FrameId(0)))
+    assert book.end(second, TransferEnd.DONE, frames, 9) is None, "it is over"
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_content_of_which_a_page_fails_is_none_and_the_disk_has_it_no_more(bad: int) -> None:
+    book, frames = book_of_pages()
+    book.apply([of_two_pages()], frames)
+    pages = book.take_reads()
+    ends = [TransferEnd.CORRUPT if page == bad else TransferEnd.DONE for page in range(2)]
+    assert [book.end(*each, frames, 9) for each in zip(pages, ends, strict=True)] == [None, TransferEnd.CORRUPT]
+    assert (frames.held, book.saved.held, book.open) == ({}, {}, {})
+
+
+def test_a_page_of_a_void_transfer_is_not_one_of_the_next_with_its_number() -> None:
+    book, frames = book_of_pages()
+    book.apply([of_two_pages()], frames)
+    old = book.take_reads()
+    book.void()
+    book.apply([of_two_pages()], frames)
+    assert [book.is_open(each) for each in old] == [False, False]
+    assert book.end(old[0], TransferEnd.DONE, frames, 9) is None
+    pages = book.take_reads()
+    assert book.end(pages[0], TransferEnd.DONE, frames, 9) is None
+    assert book.end(pages[1], TransferEnd.DONE, frames, 9) is TransferEnd.DONE
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"group": 2}, "has 2 pages in group 2"),
+        ({"group": 0}, "has 2 pages in group 0"),
+        ({"others": ()}, "has 1 pages in group 1"),
+        ({"others": ((FrameId(1), FrameId(2)),)}, "goes where another one goes"),
+        ({"others": ((FrameId(1), FrameId(4)),)}, "names host 4; there are 4"),
+        ({"others": ((FrameId(6), FrameId(0)),)}, "names disk 6; there are 6"),
+    ],
+)
+def test_a_transfer_whose_pages_are_not_those_of_its_group_is_refused(changed: dict[str, Any], words: str) -> None:
+    book, _ = book_of_pages()
+    with pytest.raises(ProtocolViolation, match=words):
+        book.check([replace(of_two_pages(), **changed)], 8, 4)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contracts.hashing import key_of
-from common.contracts.types import BlockId, KvGroup, KvGroupKind, MissReason, SequenceId
+from common.contracts.hashing import group_in, key_of
+from common.contracts.types import BlockHash, BlockId, KvGroup, KvGroupKind, MissReason, SequenceId
 from kvmanager.cache.group_match import GroupMatch, GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch
 from kvmanager.contracts.block import ROOT, Blocks
@@ -230,3 +230,78 @@ def is_read(group: KvGroup, position: int, place: int) -> bool:
     if group.kind is KvGroupKind.CHUNK:
         return last >= position // group.span * group.span
     return not group.span or last > position - group.span
+
+
+# ---------------------------------------------------------------- what could come: d is on disk, or at a peer
+
+
+def matcher_of(groups: tuple[KvGroup, ...], *pictures: str) -> tuple[GroupMatcher, set[BlockHash]]:
+    """Return the matcher of a prompt of 33 tokens, and the keys of what is elsewhere."""
+    blocks = Blocks(PLACES * len(groups))
+    cache, elsewhere = PrefixCache(blocks, 64, True, len(groups) - 1), set[BlockHash]()
+    for group, picture in enumerate(pictures):
+        for place, what in enumerate(picture):
+            draw(cache, blocks, group, place, what)
+            if what == "d":
+                elsewhere.add(key_of(KEYS[place], group))
+    config = LedgerConfig(len(blocks), SIZE, groups=groups)
+    return GroupMatcher(cache, blocks, config, KEYS, PLACES * SIZE + 1), elsewhere
+
+
+def reached(
+    groups: tuple[KvGroup, ...], *pictures: str, hits: int = 0, most: int = 99, most_pages: int = 99
+) -> tuple[int, list[tuple[int, int]]]:
+    """Return the deepest boundary that can be reached, and the groups and places of what is to come for it."""
+    matcher, elsewhere = matcher_of(groups, *pictures)
+    boundary = matcher.find_boundary(lambda key, _, __: key in elsewhere, hits, most, most_pages)
+    lacks = matcher.lacking(boundary) if boundary > hits else []
+    assert {each.key for each in lacks} <= elsewhere
+    return boundary, [(group_in(each.key), each.depth) for each in lacks]
+
+
+@pytest.mark.parametrize(
+    ("groups", "pictures", "expected"),
+    [
+        ((FULL, WINDOW), ("xxdddd", "....ddd"), (6, [(0, 2), (0, 3), (0, 4), (1, 4), (0, 5), (1, 5)])),
+        ((FULL, WINDOW), ("xxdddd", "...dd.d"), (5, [(0, 2), (0, 3), (1, 3), (0, 4), (1, 4)])),
+        ((FULL, WINDOW), ("xxxx", "xxdd"), (4, [(1, 2), (1, 3)])),
+        ((FULL, WINDOW), ("dddd", "...d"), (0, [])),
+        ((FULL, CHUNK), ("xxdddd", "..."), (6, [(0, 2), (0, 3), (0, 4), (0, 5)])),
+        ((FULL, STATE), ("xxxxxx", ".d..d."), (5, [(1, 4)])),
+        ((FULL, STATE), ("xxdd..", ".d.d.d"), (4, [(0, 2), (0, 3), (1, 3)])),
+        ((FULL, STATE), ("xxpddd", ".....d"), (0, [])),
+        ((FULL, STATE), ("xx.ddd", ".....d"), (0, [])),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) and isinstance(each[0], str) else None,
+)
+def test_a_prompt_could_go_on_where_each_group_has_what_is_read(
+    groups: tuple[KvGroup, ...], pictures: tuple[str, ...], expected: tuple[int, list[tuple[int, int]]]
+) -> None:
+    boundary, lacks = reached(groups, *pictures)
+    assert (boundary, sorted(lacks, key=lambda each: (each[1], each[0]))) == (
+        expected[0],
+        sorted(expected[1], key=lambda each: (each[1], each[0])),
+    )
+    assert [place for _, place in lacks] == sorted(place for _, place in lacks), "parents first"
+
+
+def test_without_room_for_all_of_it_a_shallower_boundary_is_reached() -> None:
+    pictures = ("dddddddd", "dddddddd")
+    assert reached((FULL, WINDOW), *pictures)[0] == 8
+    # Eight blocks of the first group, and two of the window of two pages each.
+    assert reached((FULL, WINDOW), *pictures, most_pages=12)[0] == 8
+    boundary, lacks = reached((FULL, WINDOW), *pictures, most_pages=9)
+    assert (boundary, len(lacks)) == (5, 7)
+    assert reached((FULL, WINDOW), *pictures, most=6) == (
+        4,
+        [*((g, p) for p in range(4) for g in (0, 1) if not g or p > 1)],
+    )
+    assert reached((FULL, WINDOW), *pictures, most_pages=2) == (0, [])
+    assert reached((FULL, WINDOW), *pictures, hits=8) == (8, [])
+
+
+def test_what_a_boundary_lacks_says_where_it_stands() -> None:
+    matcher, _ = matcher_of((FULL, STATE), "xdd", "..d")
+    assert matcher.lacking(3) == [(KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[1], 2), (key_of(KEYS[2], 1), KEYS[2], 2)]
+    assert KEYS[0] not in matcher.absent_keys()
+    assert {KEYS[1], key_of(KEYS[0], 1), key_of(KEYS[7], 1)} <= matcher.absent_keys()
