@@ -113,6 +113,16 @@ def test_an_image_lands_in_another_cache_as_it_was_taken(kind: str) -> None:
     assert theirs.frames.take(frame(2)) == ours.frames.take(block(3)), "other frames stay"
 
 
+def test_frames_in_which_states_have_landed_are_known_until_k_and_v_land_there() -> None:
+    frames = cache_of("float32").frames
+    assert frames is not None
+    image = frames.take(block(3))
+    frames.land(FrameId(2), image, of_states=True)
+    frames.land(FrameId(1), image, of_states=True)
+    frames.land(FrameId(2), image)
+    assert frames.of_states == {FrameId(1)}
+
+
 def test_an_image_is_a_copy() -> None:
     cache = cache_of("bfloat16")
     frames = cache.frames

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.contracts.lease import TierCopy
-from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SamplingParams, SequenceId
+from common.contracts.types import TRIMMED, BlockId, FrameId, KvGroup, KvGroupKind, SamplingParams, SequenceId
 from gpuworker.runner.model_runner import InputBatch
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.scheduling.batch_plan import ScheduledRow
@@ -164,6 +164,17 @@ def test_what_is_loaded_over_states_is_not_cleared_and_states_that_are_loaded_ar
     batch.note_copies((tier(9, 0), tier(7, 0, load=True)))
     batch.indices_of([grouped(A, (5, 6, 7), (1, 2, 3, 4, 8, 9))])
     assert batch.take_reused() == (), "frame 0 holds K and V now"
+
+
+def test_states_that_a_transfer_has_brought_to_a_frame_are_followed_too() -> None:
+    frames = set[FrameId]()
+    batch = InputBatch(1, 4, WITH_STATES, frames)
+    batch.add(A, ROW)
+    frames |= {FrameId(0), FrameId(1)}
+    batch.note_copies((tier(5, 0, load=True), tier(9, 1), tier(6, 1, load=True)))
+    batch.indices_of([grouped(A, (5, 6), (1, 2, 3, 4))])
+    assert batch.take_reused() == (5,), "what is stored over them is K and V"
+    assert frames == {FrameId(0)}
 
 
 def test_behind_a_failure_what_was_to_be_loaded_may_hold_states() -> None:
