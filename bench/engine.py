@@ -67,9 +67,14 @@ class TimedRunner:
             self._native.seconds = {}
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
-        self._runner.add_sequence(sequence, tokens, sampling, prompt_tokens)
+        self._runner.add_sequence(sequence, tokens, sampling, prompt_tokens, adapter)
 
     def remove(self, sequence: SequenceId) -> None:
         self._runner.remove(sequence)

@@ -399,6 +399,18 @@ PEER_TOKEN_DRIFT_SECONDS: Final = 300.0
 # Seconds between two lines about refused peers, of each reason.
 PEER_LINE_SECONDS: Final = 10.0
 
+# ------------------------------------------------------------ adapters
+
+# Characters of the name of a LoRA adapter, and of the path of its folder.
+MAX_ADAPTER_NAME_CHARS: Final = 128
+MAX_ADAPTER_PATH_CHARS: Final = 4096
+# Adapters that a worker knows, in memory or not; each has a row in its messages to routers.
+MAX_ADAPTERS: Final = 1024
+# Bytes of an adapter_config.json; as PEFT writes it, it has about 1,200.
+MAX_ADAPTER_CONFIG_BYTES: Final = 1 << 20
+# The largest rank that --max-lora-rank allows.
+MAX_ADAPTER_RANK: Final = 512
+
 # ------------------------------------------------------------ Redis
 
 # Workers that discovery reads in one poll; of a larger set, as many drawn at random.

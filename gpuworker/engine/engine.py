@@ -351,7 +351,9 @@ class Engine:
             self._starts.admitted(admit.sequence, now)
             self._in_runner.add(admit.sequence)
             try:
-                self._runner.add_sequence(admit.sequence, tokens, request.sampling, request.prompt_tokens)
+                self._runner.add_sequence(
+                    admit.sequence, tokens, request.sampling, request.prompt_tokens, request.adapter
+                )
             except Exception as error:
                 log.exception("the runner refuses sequence %d, which ends", admit.sequence)
                 self._end_with_error(admit.sequence, f"the sequence cannot be run: {error!r}")

@@ -22,6 +22,8 @@ class EngineRequest:
     sampling: SamplingParams
     prompt_tokens: int
     traced: bool = False
+    adapter: object | None = None
+    """What the runner's model made of the sequence's adapter. Whoever holds it keeps its memory."""
 
 
 @dataclass(frozen=True, slots=True)

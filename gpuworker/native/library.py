@@ -20,7 +20,7 @@ from gpuworker.native.levels import BUILD, levels_here, why_not
 
 __all__ = ["ABI_VERSION", "NativeUnavailable", "best", "level_of", "levels_here", "load", "use_level"]
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _log = logging.getLogger(__name__)
 _asked = types.SimpleNamespace(level="auto")

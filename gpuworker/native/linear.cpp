@@ -268,6 +268,20 @@ Input input_at(const quire_linear& w, int64_t rows, void* memory) {
 void put_row(const quire_linear& w, const Input& in, int64_t m, const float* x) { put_any_row(w, in, m, x); }
 void put_row(const quire_linear& w, const Input& in, int64_t m, const bf16* x) { put_any_row(w, in, m, x); }
 
+void get_row(const quire_linear& w, const Input& in, int64_t m, float* x) {
+  const uint8_t* row = static_cast<const uint8_t*>(in.data) + m * in.stride;
+  if (w.kind == QUIRE_LINEAR_W8A8) {
+    for (int64_t i = 0; i < w.k; ++i) {
+      const int q = kByteDots ? static_cast<int>(row[i]) - kByteOffset : reinterpret_cast<const int16_t*>(row)[i];
+      x[i] = static_cast<float>(q) * in.scales[m];
+    }
+  } else if (pairs_bf16(w.kind)) {
+    copy_row(reinterpret_cast<const bf16*>(row), w.k, w.k, x);
+  } else {
+    std::memcpy(x, row, w.k * sizeof(float));
+  }
+}
+
 // ---- the product ---
 
 namespace {
@@ -486,7 +500,12 @@ class Product {
       const int64_t columns = std::min(layout_.unit, (w_.paired ? w_.n / 2 : w_.n) - column);
       for (int64_t r = begin; r < end; ++r) {
         const float* sums = scratch.sums + p * kSums + r * kPanel;
-        const Vec values[2] = {value(sums, after, 0, task.row + r), value(sums, after, kLanes, task.row + r)};
+        Vec values[2] = {value(sums, after, 0, task.row + r), value(sums, after, kLanes, task.row + r)};
+        if (out_.added && out_.adds[task.row + r] >= 0) {
+          const float* added = out_.added + (task.row + r) * 2 * out_.added_half + column;
+          values[0] = values[0] + Vec::load(added);
+          values[1] = values[1] + Vec::load(added + out_.added_half);
+        }
         put_out(values, task.row + r, column, columns);
       }
     }

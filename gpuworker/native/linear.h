@@ -26,6 +26,11 @@ struct Output {
   void* data;
   int64_t stride;  // elements from row to row
   quire_store store;
+  // Of a paired weight: what is added to gate and up before the store, in rows of two halves of whole vectors each, for
+  // the rows whose `adds` is 0 or more. Null: nothing.
+  const float* added = nullptr;
+  int64_t added_half = 0;  // floats of a half
+  const int32_t* adds = nullptr;
 };
 
 // The type of the activations: QUIRE_F32, QUIRE_BF16 or, for W8A8, QUIRE_I8.
@@ -42,6 +47,8 @@ Input input_at(const quire_linear& w, int64_t rows, void* memory);
 // Makes row m from k values: rounds or quantises them, pads, sums. Rows are independent of each other.
 void put_row(const quire_linear& w, const Input& in, int64_t m, const float* x);
 void put_row(const quire_linear& w, const Input& in, int64_t m, const bf16* x);
+// Reads the k values of row m as the product takes them: rounded, or of 8 bits times their scale.
+void get_row(const quire_linear& w, const Input& in, int64_t m, float* x);
 
 // Packs, as the whole team. No barrier inside.
 void pack(const Team& team, const quire_linear& w, const quire_source* sources, int count);

@@ -10,6 +10,7 @@
 #include "attention_store.h"
 #include "experts.h"
 #include "llama_embedding.h"
+#include "llama_lora.h"
 #include "llama_memory.h"
 #include "llama_rows.h"
 #include "llama_states.h"
@@ -79,12 +80,17 @@ class Step {
         last_writer_(last_writer(model)) {
     all_kept_ = run.num_keep == step_.num_tokens;
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
+    if (!run.adapters) return;
+    whole_.adapters.assign(run.adapter_of, run.adapter_of + step_.num_tokens);
+    for (int64_t n = 0; n < run.num_keep; ++n) kept_.adapters.push_back(run.adapter_of[run.keep[n]]);
+    for (Adapted* each : {&whole_, &kept_}) each->blocks = lora_blocks(each->adapters, run.num_adapters);
   }
 
   int64_t phases() const {
     int64_t count = 8;
     for (int n = 0; n < model_.num_layers; ++n) {
       count += (model_.layers[n].added ? 22 : 14) + kAttendPhases * pieces_of(parts_, n);
+      if (run_.adapters) count += 8;
     }
     if (model_.ranks) count += 4 + 10 * static_cast<int64_t>(model_.num_layers);
     return count;
@@ -101,7 +107,7 @@ class Step {
     for (int n = 0; n < model_.num_layers; ++n) {
       const quire_llama_layer& layer = model_.layers[n];
       const bool last = n + 1 == model_.num_layers;
-      project(me, layer, residual);
+      project(me, n, layer, residual);
       Mixed mixed{};
       if (layer.conv) {
         mixed = layer.delta ? update_states(me, n, layer) : convolve_layer(me, n, layer);
@@ -116,11 +122,13 @@ class Step {
         residual = scratch_.kept;
         rows = run_.num_keep;
       }
-      multiply_part(me, layer.output, mixed.in, rows, behind(layer, residual));
+      const Output out = behind(layer, residual);
+      multiply_part(me, layer.output, mixed.in, rows, out);
+      adapt(me, n, &quire_lora_layer::output, layer.output, mixed.in, rows_at(residual), out);
       me.clock.mark(QUIRE_PHASE_OUTPUT);
       if (layer.added) add_normed(me, layer.added->attention, 1.0f, residual, rows);
       if (!layer.experts) {
-        mlp(me, layer, residual, rows);
+        mlp(me, n, layer, residual, rows);
       } else if (layer.added) {
         experts_beside(me, layer, residual, rows);
       } else {
@@ -251,8 +259,98 @@ class Step {
     me.clock.mark(QUIRE_PHASE_NORM);
   }
 
+  // The adapters of rows, and the rows of each in blocks.
+  struct Adapted {
+    LoraRows adapters;
+    std::vector<LoraBlock> blocks;
+  };
+
+  const Adapted& rows_at(const float* residual) const { return residual == scratch_.kept ? kept_ : whole_; }
+
+  // Adds what the adapters of rows give for the outputs of a product, which are floats.
+  template <int kParts>
+  void adapt(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], const quire_linear& w, const Input& in,
+             const Adapted& rows, const Output& out) {
+    if (rows.blocks.empty()) return;
+    shrink<kParts>(me, n, role, w, in, rows, [](const LoraBlock&) {});
+    expand<kParts>(me, n, role, w.n, rows, static_cast<float*>(out.data), out.stride, 0);
+  }
+
+  // Makes what the adapters of rows add to gate and up, from the inputs of their product; returns the product's output
+  // with it.
+  Output adapted_gate(Member& me, int n, const quire_linear& w, const Input& in, const Adapted& rows, Output out) {
+    if (rows.blocks.empty()) return out;
+    const int64_t half = whole_vectors(w.n / 2);
+    shrink<2>(me, n, &quire_lora_layer::gate_up, w, in, rows, [&](const LoraBlock& block) {
+      for (int r = 0; r < block.count; ++r) {
+        float* added = scratch_.lora_added + block.rows[r] * 2 * half;
+        std::fill(added, added + 2 * half, 0.0f);
+      }
+    });
+    expand<2>(me, n, &quire_lora_layer::gate_up, w.n / 2, rows, scratch_.lora_added, 2 * half, half);
+    out.added = scratch_.lora_added;
+    out.added_half = half;
+    out.adds = rows.adapters.data();
+    return out;
+  }
+
+  int64_t lora_floats() const { return whole_vectors(model_.lora_rank); }
+
+  float* lora_sums(int64_t row, int part) const { return scratch_.lora_sums + (row * 3 + part) * lora_floats(); }
+
+  // A · x of all parts of a linear, as a phase; calls also(block) for each block.
+  template <int kParts, typename Also>
+  void shrink(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], const quire_linear& w, const Input& in,
+              const Adapted& rows, Also&& also) {
+    const int64_t size = whole_vectors(w.k);
+    me.team.phase(static_cast<int64_t>(rows.blocks.size()), [&](int64_t piece) {
+      const LoraBlock& block = rows.blocks[piece];
+      static thread_local std::vector<float> own;
+      own.resize(kLoraRows * size);
+      const float* x[kLoraRows] = {};
+      for (int r = 0; r < block.count; ++r) {
+        float* row = own.data() + r * size;
+        std::fill(row + w.k, row + size, 0.0f);
+        get_row(w, in, block.rows[r], row);
+        x[r] = row;
+      }
+      for (int part = 0; part < kParts; ++part) {
+        const quire_lora& lora = (run_.adapters[block.adapter][n].*role)[part];
+        if (!lora.rank) continue;
+        float* out[kLoraRows] = {};
+        for (int r = 0; r < block.count; ++r) out[r] = lora_sums(block.rows[r], part);
+        with_rows(block.count, [&](auto count) { shrink_rows<count>(x, lora.a, lora.rank, size, out); });
+      }
+      also(block);
+    });
+  }
+
+  // Adds B · (A · x) to rows of floats, as a phase; those of part p lie p · part_stride floats behind the first ones.
+  template <int kParts>
+  void expand(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], int64_t columns, const Adapted& rows,
+              float* data, int64_t stride, int64_t part_stride) {
+    const int64_t pieces = (columns + kLoraColumns - 1) / kLoraColumns;
+    me.team.phase(static_cast<int64_t>(rows.blocks.size()) * pieces, [&](int64_t piece) {
+      const LoraBlock& block = rows.blocks[piece / pieces];
+      for (int part = 0; part < kParts; ++part) {
+        const quire_lora& lora = (run_.adapters[block.adapter][n].*role)[part];
+        const int64_t first = piece % pieces * kLoraColumns, count = std::min(kLoraColumns, lora.n - first);
+        if (!lora.rank || count < 1) continue;
+        const float* sums[kLoraRows] = {};
+        float* out[kLoraRows] = {};
+        for (int r = 0; r < block.count; ++r) {
+          sums[r] = lora_sums(block.rows[r], part);
+          out[r] = data + block.rows[r] * stride + part * part_stride + lora.first + first;
+        }
+        with_rows(block.count, [&](auto rows_there) {
+          expand_rows<rows_there>(sums, lora.b + first, lora.rank, whole_vectors(lora.n), count, out);
+        });
+      }
+    });
+  }
+
   // Norms rows and multiplies them by what the layer mixes.
-  void project(Member& me, const quire_llama_layer& layer, const float* residual) {
+  void project(Member& me, int n, const quire_llama_layer& layer, const float* residual) {
     const int64_t rows = step_.num_tokens;
     const Input in = input_at(layer.qkv, rows, scratch_.normed);
     if (layer.delta) {
@@ -268,7 +366,9 @@ class Step {
     } else {
       norm(me, layer.attention_norm, layer.qkv, in, rows, residual);
     }
-    multiply(me, layer.qkv, in, rows, {scratch_.qkv, layer.qkv.n, QUIRE_STORE_F32});
+    const Output out{scratch_.qkv, layer.qkv.n, QUIRE_STORE_F32};
+    multiply(me, layer.qkv, in, rows, out);
+    adapt(me, n, &quire_lora_layer::qkv, layer.qkv, in, whole_, out);
     me.clock.mark(QUIRE_PHASE_QKV);
   }
 
@@ -593,7 +693,7 @@ class Step {
     return in;
   }
 
-  void mlp(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
+  void mlp(Member& me, int n, const quire_llama_layer& layer, float* residual, int64_t rows) {
     const Input in = input_at(layer.gate_up, rows, scratch_.normed);
     const quire_linear& down = layer.down;
     const Input inner = input_at(down, rows, scratch_.inner);
@@ -601,10 +701,12 @@ class Step {
     Output out{inner.data, inner.stride / item_size(down), gated_store(input_type(down), model_.gelu)};
     const bool by_row = needs_put_row(down);
     if (by_row) out = {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)};
-    multiply(me, layer.gate_up, in, rows, out);
+    multiply(me, layer.gate_up, in, rows, adapted_gate(me, n, layer.gate_up, in, rows_at(residual), out));
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    multiply_part(me, down, inner, rows, behind(layer, residual));
+    const Output to = behind(layer, residual);
+    multiply_part(me, down, inner, rows, to);
+    adapt(me, n, &quire_lora_layer::down, down, inner, rows_at(residual), to);
     me.clock.mark(QUIRE_PHASE_DOWN);
     if (layer.added) add_normed(me, layer.added->mlp, behind_mlp(layer), residual, rows);
   }
@@ -784,6 +886,7 @@ class Step {
   const int last_writer_;
   const uint32_t first_parts_ = model_.ranks ? next_parts(*model_.ranks) : 0;
   bool all_kept_;
+  Adapted whole_, kept_;  // of all rows of the step, and of those that are kept
 };
 
 int32_t refusal(const quire_llama& model, const quire_llama_run& run, const quire_step& step) {
@@ -794,6 +897,19 @@ int32_t refusal(const quire_llama& model, const quire_llama_run& run, const quir
   const bool keeps = std::any_of(model.layers, model.layers + model.num_layers, [](auto& layer) { return layer.conv; });
   for (int64_t row = 0; keeps && row < step.num_rows; ++row) {
     if (!run.states || run.places[row] < 0 || run.places[row] >= run.num_places) return QUIRE_LLAMA_BAD_PLACE;
+  }
+  for (int64_t t = 0; run.adapters && t < step.num_tokens; ++t) {
+    if (run.adapter_of[t] >= run.num_adapters) return QUIRE_LLAMA_BAD_ADAPTER;
+  }
+  const auto larger = [&](const quire_lora& part) { return part.rank > model.lora_rank; };
+  for (int64_t each = 0; run.adapters && each < run.num_adapters; ++each) {
+    for (int n = 0; n < model.num_layers; ++n) {
+      const quire_lora_layer& layer = run.adapters[each][n];
+      const bool refused = std::any_of(std::begin(layer.qkv), std::end(layer.qkv), larger) || larger(layer.output[0]) ||
+                           std::any_of(std::begin(layer.gate_up), std::end(layer.gate_up), larger) ||
+                           larger(layer.down[0]);
+      if (refused) return QUIRE_LLAMA_BAD_ADAPTER;
+    }
   }
   return QUIRE_LLAMA_DONE;
 }
@@ -836,6 +952,9 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
   out.from_experts = floats(beside);
   out.inputs = floats(model.inputs ? tokens * model.inputs->projection.n : 0);
   out.gated = floats(most_rows * input);
+  const int64_t adapted = model.lora_rank ? most_rows : 0;
+  out.lora_sums = floats(adapted * 3 * whole_vectors(model.lora_rank));
+  out.lora_added = floats(adapted * 2 * most(model, [](Layer layer) { return whole_vectors(layer.gate_up.n / 2); }));
   const auto has_shared = [](Layer layer) { return layer.experts && layer.experts->shared.gate_up.memory; };
   out.shares = floats(most_rows * most(model, has_shared));
   out.of_shared = take(most(model, [&](Layer layer) {

@@ -21,6 +21,7 @@ class Refusal(IntEnum):
     POSITION = 2
     BLOCK = 3
     PLACE = 4
+    ADAPTER = 5
 
 
 class ExpertStruct(ctypes.Structure):
@@ -139,6 +140,30 @@ class LlamaStruct(ctypes.Structure):
         ("clip", _float),
         ("joint_norm", _int32),
         ("ranks", ctypes.POINTER(RanksStruct)),
+        ("lora_rank", _int32),
+        ("reserved", _int32),
+    )
+
+
+class LoraStruct(ctypes.Structure):
+    """quire_lora."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("a", "b")),
+        *((name, _int64) for name in ("first", "n")),
+        ("rank", _int32),
+        ("reserved", _int32),
+    )
+
+
+class LoraLayerStruct(ctypes.Structure):
+    """quire_lora_layer."""
+
+    _fields_ = (
+        ("qkv", LoraStruct * 3),
+        ("output", LoraStruct * 1),
+        ("gate_up", LoraStruct * 2),
+        ("down", LoraStruct * 1),
     )
 
 
@@ -156,6 +181,9 @@ class LlamaRunStruct(ctypes.Structure):
         ("places", _pointer),
         ("state_stride", _int64),
         ("num_places", _int64),
+        ("adapters", ctypes.POINTER(ctypes.POINTER(LoraLayerStruct))),
+        ("adapter_of", _pointer),
+        ("num_adapters", _int64),
     )
 
 

@@ -126,7 +126,24 @@ typedef struct {
   float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not
   int32_t joint_norm;  // all query heads are normed as one row, and all key heads: weights [heads · head_dim]
   const quire_ranks *ranks;  // null: this process has the whole model; else sizes are its own, but hidden and vocab
+  int32_t lora_rank;   // the largest rank of an adapter that a step may have; 0: no adapters
+  int32_t reserved;
 } quire_llama;
+
+// What an adapter adds to some outputs of a linear: B · (A · x). Rows of A and of the transposed B are padded with zeros
+// to whole vectors of 16.
+typedef struct {
+  const float *a;      // [rank, k]
+  const float *b;      // [rank, n], times the adapter's scale
+  int64_t first, n;    // the outputs; of gate_up counted within gate, or within up
+  int32_t rank;        // 0: nothing
+  int32_t reserved;
+} quire_lora;
+
+// Of one layer: q, k, v; what the mixer's product is; gate, up; down.
+typedef struct {
+  quire_lora qkv[3], output[1], gate_up[2], down[1];
+} quire_lora_layer;
 
 // The phases of a step; QUIRE_PHASE_NORM includes the norms before products, and the embedding.
 enum quire_llama_phase {
@@ -155,6 +172,9 @@ typedef struct {
   void *states;                          // [num_places, state_stride] bytes, aligned to 64; null in a model without
   const int32_t *places;                 // [R]: whose states each row goes on with; from position 0 on it begins without
   int64_t state_stride, num_places;
+  const quire_lora_layer *const *adapters;  // [num_adapters]: layers of each adapter of the step; null: rows have none
+  const int32_t *adapter_of;                // [T]: the adapter of each token; below 0: none
+  int64_t num_adapters;
 } quire_llama_run;
 
 // The plans of a step, and where the K and V of each layer lie. Where layers are groups, those that one table serves have
@@ -173,7 +193,8 @@ enum quire_llama_refusal {
   QUIRE_LLAMA_DONE = 0,
   QUIRE_LLAMA_BAD_TOKEN = 1,
   QUIRE_LLAMA_BAD_POSITION = 2,
-  QUIRE_LLAMA_BAD_PLACE = 4  // beside those of whole_step.h
+  QUIRE_LLAMA_BAD_PLACE = 4,  // beside those of whole_step.h
+  QUIRE_LLAMA_BAD_ADAPTER = 5
 };
 
 // Bytes of the state that a layer keeps of a sequence, a multiple of 64; 0 for one that attends. `conv` and `delta` count.
@@ -183,8 +204,8 @@ QUIRE_API size_t quire_llama_state_bytes(const quire_llama_layer *layer);
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
 // Computes the step for which all plans were begun, on as many threads: writes K and V, and the logits (or the hidden
-// states) of the kept tokens. Refuses a token outside of the vocabulary, a position that `rope_table` lacks, and a place
-// beyond the states, before any computation.
+// states) of the kept tokens. Refuses a token outside of the vocabulary, a position that `rope_table` lacks, a place beyond
+// the states, and an adapter that is not there or of a larger rank than the model's, before any computation.
 QUIRE_API int32_t quire_llama_forward(const quire_llama *model, const quire_parts *parts, const quire_llama_run *run);
 
 #ifdef __cplusplus

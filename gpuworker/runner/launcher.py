@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs
 from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.adapters import AdaptedModel, StepAdapters
 from gpuworker.models.step_model import EmbeddingModel, StepModel
 from gpuworker.runner.pooling import StepPooling
 from gpuworker.sampling.rows import SampledTokens, SamplePoint
@@ -30,6 +31,8 @@ class LaidOutStep:
     scored: ScoredTokens | None = None
     pooling: StepPooling | None = None
     """How the step's hidden states are pooled; no row samples then."""
+    adapters: StepAdapters | None = None
+    """Those of its rows; None where all are of the base."""
 
 
 class StepLauncher(Protocol):
@@ -57,6 +60,7 @@ class EagerLauncher:
         self._attention.begin(inputs.metadata)
         if self._model.states is not None:
             self._model.states.begin(inputs.metadata, step.staged.batch_index)
+        _use_adapters(self._model, step.adapters)
         token_ids = self._tokens.take(inputs.take)
         logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
         sampled = step.sampling.sample(logits[: len(inputs.put)], step.point, self._tokens.tensor)
@@ -79,9 +83,16 @@ class PoolingLauncher:
         self._attention.begin(inputs.metadata)
         if self._model.states is not None:
             self._model.states.begin(inputs.metadata, step.staged.batch_index)
+        _use_adapters(self._model, step.adapters)
         token_ids = self._tokens.take(inputs.take)
         hidden = self._model.hidden_states(token_ids, inputs.positions, inputs.keep, self._attention)
         return SampledTokens(token_ids[:0], pooled=step.pooling.pool(hidden))
+
+
+def _use_adapters(model: StepModel, adapters: StepAdapters | None) -> None:
+    """Let the next forward of a model add the products of these adapters; a model that has none takes None alone."""
+    if adapters is not None or getattr(model, "adapters", None) is not None:
+        cast("AdaptedModel", model).adapters = adapters
 
 
 def pooling_launcher(model: EmbeddingModel, attention: AttentionBackend) -> LauncherFactory:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import attending_groups, page_layout, state_group
 from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.adapters import PreparedAdapter, StepAdapters
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
 from gpuworker.runner.executor import (
@@ -53,6 +54,7 @@ class BatchEntry:
 
     index: int
     row: SampledRow
+    adapter: PreparedAdapter | None = None
     blocks: tuple[BlockId, ...] = ()
     pages: list[tuple[BlockId, ...]] = field(default_factory=list)
 
@@ -78,6 +80,7 @@ class InputBatch:
         self._groups = groups = attending_groups(groups)
         self._table = np.zeros((max_num_seqs, 0 if groups else max_blocks), dtype=np.int32)
         self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
+        self._adapted = 0  # sequences with an adapter
         self._of_states: set[BlockId] = set()
         self._reused: set[BlockId] = set()
         self._frames_of_states = set() if frames_of_states is None else frames_of_states
@@ -90,12 +93,13 @@ class InputBatch:
     def __getitem__(self, sequence: SequenceId) -> BatchEntry:
         return self._entries[sequence]
 
-    def add(self, sequence: SequenceId, row: SampledRow) -> BatchEntry:
+    def add(self, sequence: SequenceId, row: SampledRow, adapter: PreparedAdapter | None = None) -> BatchEntry:
         """Give a sequence a free index. Raises ValueError when the sequence has one already, or when none is free."""
         if sequence in self._entries or not self._free:
             why = "is in the batch already" if sequence in self._entries else f"finds {len(self._entries)} others in it"
             raise ValueError(f"sequence {sequence} {why}")
-        entry = self._entries[sequence] = BatchEntry(self._free.pop(), row, pages=[()] * len(self._groups))
+        entry = self._entries[sequence] = BatchEntry(self._free.pop(), row, adapter, pages=[()] * len(self._groups))
+        self._adapted += adapter is not None
         return entry
 
     def remove(self, sequence: SequenceId) -> SampledRow | None:
@@ -104,7 +108,15 @@ class InputBatch:
         if entry is None:
             return None
         self._free.append(entry.index)
+        self._adapted -= entry.adapter is not None
         return entry.row
+
+    def adapters_of(self, rows: Sequence[ScheduledRow]) -> StepAdapters | None:
+        """Return the adapters of the rows of a step; None where all are of the base."""
+        if not self._adapted:
+            return None
+        lengths = np.array([row.length for row in rows], dtype=np.int32)
+        return StepAdapters.of_rows([self._entries[row.sequence].adapter for row in rows], lengths)
 
     def indices_of(self, rows: Sequence[ScheduledRow]) -> Int32Array:
         """Return the batch indices [R] of the rows of a step, after writing their blocks into the tables.
@@ -267,7 +279,12 @@ class ModelRunner:
     # ------------------------------------------------------------ the port
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
         """Implement `StepRunner`.
 
@@ -288,7 +305,8 @@ class ModelRunner:
                 self._masks.add(sequence, row, tokens[prompt_tokens:])
         if self._pooler is not None:
             self._pooler.add(sequence)
-        self.executor.write(self._batch.add(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
+        entry = self._batch.add(sequence, row, cast("PreparedAdapter | None", adapter))
+        self.executor.write(entry.index, np.array(tokens, dtype=np.int32), self._generation)
         self._prompts.add(sequence, tokens[:prompt_tokens], sampling)
 
     def rewrite(self, sequence: SequenceId, first: int, tokens: Sequence[int]) -> None:
@@ -396,7 +414,7 @@ class ModelRunner:
             masks = self._masks.masks(sequences, sampling.constrained, positions, self._masked(drafts))
             point = replace(point, masks=masks)
         pooling = None if self._pooler is None else self._pooler.step(plan.rows)
-        work = LaidOutStep(staged, inputs, point, sampling, scored, pooling)
+        work = LaidOutStep(staged, inputs, point, sampling, scored, pooling, self._batch.adapters_of(plan.rows))
         step = RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts)
         for checkpoint in saves:
             self._batch.write_states(checkpoint.pages)

@@ -30,6 +30,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import state_group
 from gpuworker.memory.state_store import StateStore
 from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.adapters import StepAdapters
 from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel, PlacedStates
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, PartsStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
@@ -164,14 +165,20 @@ class Forwards:
         return _Described(whole, copies)
 
     def run(
-        self, copies: npt.NDArray[np.int32], inputs: StepInputs, batch_index: Int32Array | None, hidden: bool
+        self,
+        copies: npt.NDArray[np.int32],
+        inputs: StepInputs,
+        batch_index: Int32Array | None,
+        adapters: StepAdapters | None = None,
+        *,
+        hidden: bool,
     ) -> _Described:
         """Describe a step with rows; who runs it says from where its tokens are taken."""
         described = self.copy(copies)
         whole, token_ids = described.whole, torch.empty(len(inputs.positions), dtype=torch.int64)
         describe = self._model.describe_hidden if hidden else self._model.describe
         places = None if self._model.states is None else batch_index
-        run = describe(token_ids, inputs.positions, inputs.keep, places)
+        run = describe(token_ids, inputs.positions, inputs.keep, places, adapters)
         whole.steps, whole.run = self._attention.steps(inputs.metadata), run.run
         whole.num_rows = inputs.metadata.num_rows
         described.token_ids, described.run = token_ids, run
@@ -277,7 +284,9 @@ class NativeExecutor:
         inputs, work = step.work.inputs, step.work
         if inputs is None or not len(work.staged.batch_index):
             return self._forwards.copy(copies)
-        described = self._forwards.run(copies, inputs, work.staged.batch_index, hidden=work.pooling is not None)
+        described = self._forwards.run(
+            copies, inputs, work.staged.batch_index, work.adapters, hidden=work.pooling is not None
+        )
         whole, run, token_ids = described.whole, described.run, described.token_ids
         assert run is not None
         assert token_ids is not None

@@ -140,9 +140,17 @@ class StepRunner(Protocol):
     """
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
-        """Take over an admitted sequence with all its tokens, of which the first `prompt_tokens` are prompt."""
+        """Take over an admitted sequence with all its tokens, of which the first `prompt_tokens` are prompt.
+
+        `adapter` is what the runner's model made of the sequence's adapter; None: the base computes it.
+        """
         ...
 
     def remove(self, sequence: SequenceId) -> None:

@@ -35,7 +35,12 @@ class SimulatedRunner:
         self._thread = SerialThread("simulated-step")
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
         self._phases[sequence] = self._tokens.phase(sampling.seed)
         if self._memory is not None:

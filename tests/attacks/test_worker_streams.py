@@ -109,11 +109,16 @@ class Unseating(InstantRunner):
     """A runner that cannot take over sequences of one seed."""
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
         if sampling.seed == HOSTILE:
             raise ArithmeticError("a bug")
-        super().add_sequence(sequence, tokens, sampling, prompt_tokens)
+        super().add_sequence(sequence, tokens, sampling, prompt_tokens, adapter)
 
     def remove(self, sequence: SequenceId) -> None:
         self.num_tokens.pop(sequence, None)

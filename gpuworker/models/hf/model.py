@@ -24,7 +24,9 @@ from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.attention.whole_prompts import AttendsWholePrompts
+from gpuworker.checkpoints.lora import LoraAdapter, Targets
 from gpuworker.memory.devices import dtype_name
+from gpuworker.models.adapters import LinearHooks, StepAdapters, TorchAdapter, find_linears
 from gpuworker.models.hf.indexers import CAUSAL, Causal, index_key_of, replace_indexers
 from gpuworker.models.hf.latents import Absorbed, Latents, absorb_latents, latents_of
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
@@ -81,6 +83,9 @@ class TransformersModel:
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
         if self.states is not None:
             self._compare_mixers(self.states)
+        self.adapters: StepAdapters | None = None
+        self._hooks: LinearHooks | None = None
+        self._targets: Targets | None = None
 
     def _compare_mixers(self, states: MixerStates) -> None:
         """Let mixers show whether their forms agree, before their weights are packed. Raises Unsupported where not."""
@@ -89,6 +94,25 @@ class TransformersModel:
             states.compare(lambda: self.forward(tokens % self.vocab_size, tokens, tokens[:1], _Packed()))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return  # the self-test reports the error
+
+    @property
+    def adapter_targets(self) -> Targets:
+        """Implement `AdaptedModel`: the linears that one forward calls once, with all its tokens."""
+        if self._targets is None:
+            tokens = torch.arange(_COMPARED, device=self.device) % self.vocab_size
+            positions = torch.arange(_COMPARED, device=self.device)
+            absorbed = {id(each.linear) for each in self.absorbed.layers}
+            run = partial(self.forward, tokens, positions, positions[:1], _Packed())
+            self._targets = find_linears(self.module, run, _COMPARED, absorbed)
+        return self._targets
+
+    def allow_adapters(self, max_rank: int) -> None:
+        """Implement `AdaptedModel`."""
+        self._hooks = LinearHooks(self.module, self.adapter_targets, lambda: self.adapters)
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> TorchAdapter:
+        """Implement `AdaptedModel`."""
+        return TorchAdapter(adapter, self.device)
 
     @property
     def arithmetic(self) -> str | None:
@@ -148,6 +172,8 @@ class TransformersModel:
             _step.reset(token)
             if self.states is not None:
                 self.states.end()
+            if self._hooks is not None:
+                self._hooks.forget()
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:

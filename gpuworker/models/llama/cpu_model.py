@@ -13,7 +13,9 @@ import torch
 from common.contracts.errors import EngineFailure
 from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, Int32Array
 from gpuworker.attention.native_parts import NativeParts
+from gpuworker.checkpoints.lora import LoraAdapter, Targets
 from gpuworker.memory.devices import dtype_name
+from gpuworker.models.adapters import NativeAdapter, StepAdapters, native_adapter, native_places, pointers_of
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import Rope, ropes
@@ -86,6 +88,7 @@ class LlamaCpuModel:
             packed.struct.ranks = ctypes.pointer(ranks.struct)
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
+        self.adapters: StepAdapters | None = None
         self.states: PlacedStates | None = None
         if packed.state_bytes:
             self.states = PlacedStates(packed.spec.keeping, packed.state_bytes)
@@ -138,6 +141,19 @@ class LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
         return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope, self.ranks)
 
+    @property
+    def adapter_targets(self) -> Targets:
+        """Implement `AdaptedModel`."""
+        return {name: (place.outputs, place.inputs) for name, place in native_places(self.packed.spec).items()}
+
+    def allow_adapters(self, max_rank: int) -> None:
+        """Implement `AdaptedModel`: scratch memory grows."""
+        self.packed.struct.lora_rank = max_rank
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> NativeAdapter:
+        """Implement `AdaptedModel`."""
+        return native_adapter(self.packed.spec, adapter)
+
     def parts_of(self, attention: AttentionBackend) -> NativeParts:
         """Return what the library attends by. Raises TypeError for attention that it cannot call."""
         spec = self.packed.spec
@@ -148,14 +164,14 @@ class LlamaCpuModel:
     ) -> torch.Tensor:
         """Implement `StepModel`. The next forward overwrites the result."""
         inputs = token_ids.contiguous(), positions.contiguous(), keep.contiguous()
-        return self._forward(self.describe(*inputs, self._places()), sink)
+        return self._forward(self.describe(*inputs, self._places(), self.adapters), sink)
 
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
     ) -> torch.Tensor:
         """Implement `EmbeddingModel`."""
         inputs = token_ids.contiguous(), positions.contiguous(), keep.contiguous()
-        return self._forward(self.describe_hidden(*inputs, self._places()), sink)
+        return self._forward(self.describe_hidden(*inputs, self._places(), self.adapters), sink)
 
     def _places(self) -> Int32Array | None:
         return None if self.states is None else self.states.places
@@ -171,32 +187,47 @@ class LlamaCpuModel:
         return described.out[: described.run.num_keep]
 
     def describe(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, places: Int32Array | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        places: Int32Array | None = None,
+        adapters: StepAdapters | None = None,
     ) -> DescribedRun:
         """Return a forward of contiguous tensors for the library, on memory that later ones use too.
 
         `places` [R] has where each row keeps its states, for a model that has some.
         """
         self.reserve(len(token_ids), len(keep))
-        return self._describe(token_ids, positions, keep, places, self._logits, logits=self._logits.data_ptr())
+        results = {"logits": self._logits.data_ptr()}
+        return self._describe((token_ids, positions, keep), places, adapters, self._logits, results)
 
     def describe_hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, places: Int32Array | None = None
-    ) -> DescribedRun:
-        """Return a forward to hidden states, which are on memory of their own: later steps may run before a reader."""
-        self._reserve_scratch(len(token_ids), len(keep))
-        out = torch.empty(len(keep), self.hidden_size)
-        return self._describe(token_ids, positions, keep, places, out, hidden=out.data_ptr())
-
-    def _describe(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         keep: torch.Tensor,
-        places: Int32Array | None,
-        out: torch.Tensor,
-        **results: int,
+        places: Int32Array | None = None,
+        adapters: StepAdapters | None = None,
     ) -> DescribedRun:
+        """Return a forward to hidden states, which are on memory of their own: later steps may run before a reader."""
+        self._reserve_scratch(len(token_ids), len(keep))
+        out = torch.empty(len(keep), self.hidden_size)
+        return self._describe((token_ids, positions, keep), places, adapters, out, {"hidden": out.data_ptr()})
+
+    def _describe(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        places: Int32Array | None,
+        adapters: StepAdapters | None,
+        out: torch.Tensor,
+        results: dict[str, Any],
+    ) -> DescribedRun:
+        token_ids, positions, keep = inputs
+        pointers = None if adapters is None else pointers_of(adapters)
+        if pointers is not None:
+            layers, of_token = pointers
+            results |= {"adapters": layers, "adapter_of": of_token.ctypes.data, "num_adapters": len(layers)}
         states = None if self.states is None else self.states.kept
         if states is not None:
             assert places is not None, "a step of a model that keeps states says where"
@@ -213,7 +244,8 @@ class LlamaCpuModel:
             num_keep=len(keep),
             **results,
         )
-        return DescribedRun(run, out, spent, (token_ids, positions, keep, self._scratch, states, places))
+        kept = (token_ids, positions, keep, self._scratch, states, places, adapters, pointers)
+        return DescribedRun(run, out, spent, kept)
 
     def again(self, done: DescribedRun) -> bool:
         """Prepare a run that is over for another step; False where phases are timed and were not, or were and are not.

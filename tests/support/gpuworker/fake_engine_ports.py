@@ -26,7 +26,12 @@ class ManualRunner:
         self._released = False
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
         assert sequence not in self.num_tokens
         self.num_tokens[sequence] = list(tokens)

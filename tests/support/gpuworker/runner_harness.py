@@ -152,7 +152,14 @@ class Driver:
         self._streams: dict[SequenceId, Stream] = {}
         self._step = 0
 
-    def add(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20, sampling: SamplingParams = GREEDY) -> Stream:
+    def add(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        chunk: int = 1 << 20,
+        sampling: SamplingParams = GREEDY,
+        adapter: object | None = None,
+    ) -> Stream:
         """Start a stream of `count` tokens after the prompt, prefilled `chunk` tokens a step."""
         needed = 0 if self.pages else -(-(len(prompt) + count) // self._block_size)
         blocks = tuple(self._free[:needed])
@@ -160,7 +167,7 @@ class Driver:
         assert len(blocks) == needed
         stream = Stream(SequenceId(len(self._streams) + 1), prompt, count, chunk, blocks)
         self._streams[stream.sequence] = stream
-        self.runner.add_sequence(stream.sequence, prompt, sampling, len(prompt))
+        self.runner.add_sequence(stream.sequence, prompt, sampling, len(prompt), adapter)
         return stream
 
     def step(self) -> Future[StepResult] | None:
