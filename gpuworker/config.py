@@ -10,8 +10,9 @@ from pydantic import AfterValidator, Field
 
 from common.checkpoint.hub import without_effect
 from common.checkpoint.pooling import PoolingMode, PoolingOption
+from common.contracts.adapters import NAME_WORDS, is_adapter_name
 from common.contracts.errors import FieldViolation
-from common.contracts.limits import ORPHANS_ALONE
+from common.contracts.limits import MAX_ADAPTER_RANK, ORPHANS_ALONE
 from common.cpu_list import cpus_of, in_words
 from common.process.topology import allowed_cpus
 from common.settings.options import (
@@ -29,6 +30,7 @@ from common.settings.options import (
     KvCacheDType,
     LoadFormat,
     ModelImpl,
+    Names,
     Port,
     Quantization,
     Seconds,
@@ -48,6 +50,23 @@ def _costs(value: str) -> str:
 
 
 _DISK_CACHE_BYTES: Final = 16 << 30
+DEFAULT_LORAS: Final = 8
+
+
+def _adapters(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that each is NAME=DIR, and that no name is given twice. Raises ValueError."""
+    for value in values:
+        name, _, folder = value.partition("=")
+        if not folder:
+            raise ValueError(f"{value!r} is not NAME=DIR, such as sql=/adapters/sql")
+        if not is_adapter_name(name):
+            raise ValueError(f"{name[:64]!r} cannot name an adapter; expected {NAME_WORDS}")
+    names = [value.partition("=")[0] for value in values]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} names two adapters; give each a name of its own")
+    return values
+
+
 StepCostWords = Annotated[str, AfterValidator(_costs)]
 
 
@@ -108,6 +127,22 @@ class EngineSettings(Settings):
         "position. Tokens follow from seed and position; no weights are read, no K/V is kept. Without "
         f"a value: {DEFAULT_COSTS}. For tests of load",
         json_schema_extra={"bare": DEFAULT_COSTS},
+    )
+    lora: Annotated[Names, AfterValidator(_adapters)] = Field(
+        (),
+        description="NAME=DIR, a LoRA adapter in PEFT's format, and the model name by which requests choose it; "
+        "repeatable",
+    )
+    lora_dir: Path | None = Field(
+        None, description="folder below which adapters may be loaded at run time (`quire adapters`); unset: none are"
+    )
+    max_loras: Count | None = Field(
+        None,
+        description="adapters in memory at once; others are read when requests name them, and the least recently used "
+        "ones leave; unset: 8, with --lora or --lora-dir",
+    )
+    max_lora_rank: int = Field(
+        16, ge=1, le=MAX_ADAPTER_RANK, description="largest rank of an adapter; memory is reserved for it"
     )
     cuda_graphs: bool = Field(
         True,
@@ -214,6 +249,11 @@ class EngineSettings(Settings):
         return self.max_num_seqs or min(default, self.max_num_batched_tokens)
 
     @property
+    def most_loras(self) -> int:
+        """Return how many adapters may be in memory at once; 0 where none are served."""
+        return (self.max_loras or DEFAULT_LORAS) if self.lora or self.lora_dir is not None else 0
+
+    @property
     def disk_cache_bytes(self) -> int:
         """Return the size of each worker's part of the disk cache; 0 without one."""
         return 0 if self.disk_cache is None else self.disk_cache_size or _DISK_CACHE_BYTES
@@ -238,6 +278,7 @@ class EngineSettings(Settings):
             what = "keeps cached blocks, and --no-prefix-caching keeps none; leave out one of them"
             yield FieldViolation("--host-memory", what)
         yield from self._disk_problems()
+        yield from self._adapter_problems()
         if self.data_port is not None and self.host_memory is None:
             what = "is for blocks that come by way of host memory, and there is none; add --host-memory 1GiB"
             yield FieldViolation("--data-port", what)
@@ -282,6 +323,12 @@ class EngineSettings(Settings):
     def needs_peers(self) -> bool:
         """Whether peers must be able to fetch blocks. Each of several workers is given a free port, needed or not."""
         return bool(self.data_port) or self.disaggregation != "none"
+
+    def _adapter_problems(self) -> Iterator[FieldViolation]:
+        if self.max_loras is not None and not self.most_loras:
+            yield FieldViolation("--max-loras", "bounds adapters, and there are none; add --lora or --lora-dir")
+        if self.lora_dir is not None and not self.lora_dir.expanduser().is_dir():
+            yield FieldViolation("--lora-dir", f"is {self.lora_dir}, which is not a folder; make it, or leave it out")
 
     def _disk_problems(self) -> Iterator[FieldViolation]:
         if self.disk_cache is None:
@@ -332,6 +379,9 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
 
     def problems(self) -> Iterator[FieldViolation]:
         yield from super().problems()
+        if self.simulate is not None and self.most_loras:
+            flag = "--lora" if self.lora else "--lora-dir"
+            yield FieldViolation(flag, "adapts a model, and --simulate runs none; leave out one of them")
         if self.simulate is not None and self.pooling in tuple(PoolingMode):
             yield FieldViolation("--pooling", f"is {self.pooling}, and --simulate runs no model; leave out one of them")
         if self.speculation != "none" and self.simulate is not None:

@@ -208,7 +208,8 @@ class Worker:
         OrphanCollector(self._servicer.orphans, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
-        self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars))
+        adapters = plane.served_adapters
+        self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars, adapters))
 
     def _attach_of(self, plane: DataPlane, worker_id: str) -> Attach:
         attach = plane.attach(worker_id, self._address)

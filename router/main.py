@@ -99,6 +99,7 @@ from router.observe.status import RouterStatus
 from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_store import TraceStore
 from router.observe.vllm_names import Held, VllmNames
+from router.placement.adapters import AdapterNames
 from router.placement.admission import AdmissionLimiter, AdmissionLimits
 from router.placement.routing import Router
 from router.requests.dispatcher import Dispatcher
@@ -205,6 +206,7 @@ class RouterProcess:
             clock,
             dial=dialer(self._tls, Role.WORKER),
             manager_patience=settings.manager_patience,
+            adapter_names=AdapterNames(self._card.names),
         )
         self._clients = self._redis_clients()
         self._discovery: Discovery | None = None
@@ -252,7 +254,7 @@ class RouterProcess:
             constraints=self._constraints,
             open_schemas=settings.open_schemas,
         )
-        validator.keeps_states = self.pool.keeps_states
+        validator.keeps_states, validator.adapters = self.pool.keeps_states, self.pool
         self._validator = WatchedValidator(validator, self._record_wrong_request)
         self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse_unread)
         self._metered = MeteredValidator(self._validator, self._meter)
@@ -285,7 +287,7 @@ class RouterProcess:
             self.frontend, self._metered, self._text, self.status, self._calls, self._routers, files
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
-        kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, self._calls)
+        kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, self._calls, self.pool)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
         self._add_vllm(files)
         explanations = Explanations(
@@ -406,6 +408,7 @@ class RouterProcess:
             batches=self._batches,
             refusals=self._refusals,
             tracer=self._telemetry.tracer,
+            adapters=self.pool,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
         app = create_app(

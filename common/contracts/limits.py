@@ -408,6 +408,8 @@ MAX_ADAPTER_PATH_CHARS: Final = 4096
 MAX_ADAPTERS: Final = 1024
 # Bytes of an adapter_config.json; as PEFT writes it, it has about 1,200.
 MAX_ADAPTER_CONFIG_BYTES: Final = 1 << 20
+# Loads that one router may have waiting at a worker.
+MAX_ADAPTER_LOADS: Final = 64
 # The largest rank that --max-lora-rank allows.
 MAX_ADAPTER_RANK: Final = 512
 

@@ -114,6 +114,8 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "no_prefix_caching": "--disable-radix-cache --no-enable-prefix-caching --no-cache-prompt",
     "no_cuda_graphs": "--enforce-eager --disable-cuda-graph",
     "redis_url": "--redis",
+    "lora": "--lora-modules --lora-adapters --lora-paths",
+    "max_loras": "--max-loras-per-batch",
     "draft_model": "-md --model-draft --speculative-model --speculative-draft-model-path",
     "speculative": "--speculative-algorithm --spec-type",
 }
@@ -131,7 +133,7 @@ _ABSENT: Final[Mapping[str, str]] = {
     "weights stay on the device; --host-memory keeps K and V that leave it": "--cpu-offload-gb",
     "--draft-model names a draft model, and --speculative what guesses": "--speculative-config --speculate",
     "drafts are as many as pay": "--num-speculative-tokens --draft-max --speculative-num-steps",
-    "Quire serves no adapters": "--enable-lora --lora-modules --lora-adapters --lora-paths --lora --max-loras",
+    "--lora NAME=DIR and --lora-dir serve adapters": "--enable-lora --max-cpu-loras --max-loaded-loras",
     "Quire takes text alone": "--limit-mm-per-prompt --mm-processor-kwargs --mmproj",
     "calls of tools are always read; --tool-call-parser none turns that off": "--enable-auto-tool-choice",
     "Quire has its own parsers alone; --tool-call-parser chooses one": "--tool-parser-plugin",

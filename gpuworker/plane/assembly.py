@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from common.checkpoint.gguf.names import served_name
 from common.checkpoint.hub import checkpoint_directory
 from common.checkpoint.pooling import Pooling, asked_pooling, name_of, needs_every_token
 from common.checkpoint.tokenizer_file import tokenizer_json
@@ -20,6 +21,7 @@ from common.process.topology import here
 from common.settings.options import ModelImpl
 from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
 from gpuworker.attention.interface import AttentionBackend
+from gpuworker.checkpoints.lora import AdapterRefused, read_adapter
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness, RankLoad
 from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
@@ -38,6 +40,7 @@ from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import self_test
 from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 from gpuworker.native.library import NativeUnavailable, use_level
+from gpuworker.plane.adapters import AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
@@ -181,6 +184,7 @@ def _why_not(model: TransformersModel | LlamaModel, pooling: Pooling | None) -> 
 _MAX_NUM_SEQS = {"cuda": 256}
 _MAX_NUM_SEQS_ELSEWHERE = 64
 _MOST_CHARACTERS = 200  # of an error of torch
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,8 @@ class ModelPlane(DataPlane):
     runner: ModelRunner
     draft: RunnerDraftModel | None = None
     ranks: RankGroup | None = None
+    adapters: AdapterStore | None = None
+    adapter_bytes: int = 0
 
     @property
     def draft_model(self) -> RunnerDraftModel | None:
@@ -202,7 +208,18 @@ class ModelPlane(DataPlane):
 
     def start_lines(self) -> list[str]:
         # Named: a dataclass with slots is another class than the one that `super()` knows.
-        return [*DataPlane.start_lines(self), *([] if self.draft is None else [self.draft.in_words()])]
+        draft = [] if self.draft is None else [self.draft.in_words()]
+        return [*DataPlane.start_lines(self), *draft, *self._adapter_lines()]
+
+    @property
+    def served_adapters(self) -> AdapterStore | None:
+        return self.adapters
+
+    def _adapter_lines(self) -> list[str]:
+        if not self.settings.most_loras:
+            return []
+        rank, bytes_of_all = self.settings.max_lora_rank, in_words(self.adapter_bytes)
+        return [f"adapters: {self.settings.most_loras} of rank {rank} in memory at once, {bytes_of_all} reserved"]
 
     @property
     def grammars(self) -> GrammarCompiler | None:
@@ -287,16 +304,16 @@ def _assemble(
         group.await_loaded()
     geometry = of_ranks(own_geometry, settings.tensor_parallel_size)
     _check_drafts(settings, model, geometry, pooling, backend)
+    adapter_bytes = allow_adapters(settings, model)
     _tell_of_windows(model, geometry, in_graphs)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
     usual = _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
     max_num_seqs = settings.num_seqs(most_sequences(model, usual, _drafts(settings)))
-    limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
-    if limit < positions:
-        _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
+    limit = _usable_positions(model)
+    of_memory = _memory_options(settings, max_num_seqs, pooling, adapter_bytes)
     usual_len = CheckpointFacts(directory).usual_len(settings.tokenizer or directory)
-    options_of_memory = replace(_memory_options(settings, max_num_seqs, pooling), usual_len=usual_len)
+    options_of_memory = replace(of_memory, usual_len=usual_len)
     memory = plan_memory(model, geometry, limit, options_of_memory)
     if isinstance(model, LlamaCpuModel) and pooling is None:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
@@ -335,9 +352,61 @@ def _assemble(
         model,
         drafting,
         ranks=group,
+        adapters=open_adapters(settings, model),
+        adapter_bytes=adapter_bytes,
         images=cache.frames,
         disk=disk,
     )
+
+
+# The adapters of a worker: what they may change of its model, and the memory that is reserved for them.
+def allow_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel) -> int:
+    """Prepare a model for adapters where the options ask for them; return the bytes to reserve, one more than it holds.
+
+    Raises InvalidConfig for a model that takes none.
+    """
+    if not settings.most_loras:
+        return 0
+    flag = "--lora" if settings.lora else "--lora-dir"
+    if isinstance(model, LlamaGpuModel):
+        what = "adapts a model that runs on the native path of a GPU, which takes no adapters"
+        raise InvalidConfig(FieldViolation(flag, f"{what}; use --model-impl transformers"))
+    if not model.adapter_targets:
+        raise InvalidConfig(FieldViolation(flag, "adapts linears, and this model has none that can be; leave it out"))
+    model.allow_adapters(settings.max_lora_rank)
+    numbers = sum(outputs + inputs for outputs, inputs in model.adapter_targets.values())
+    return (settings.most_loras + 1) * settings.max_lora_rank * numbers * _FLOAT_BYTES
+
+
+def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel) -> AdapterStore | None:
+    """Return the worker's adapters, those of the options read. Raises InvalidConfig with all that are unfit."""
+    if not settings.most_loras or isinstance(model, LlamaGpuModel):
+        return None
+    targets, base = model.adapter_targets, served_name(Path(settings.model))
+
+    def read(folder: Path) -> ReadAdapter:
+        try:
+            found = read_adapter(folder, targets, settings.max_lora_rank)
+        except AdapterRefused as refused:
+            raise UnfitAdapter(str(refused)) from None
+        if found.base and Path(found.base).name != base:
+            _log.warning("the adapter in %s names base %s, and %s is served: its shapes fit", folder, found.base, base)
+        prepared = model.prepare_adapter(found)
+        return ReadAdapter(found.fingerprint, found.rank, prepared.num_bytes, prepared)
+
+    root = None if settings.lora_dir is None else settings.lora_dir.expanduser()
+    store = AdapterStore(read, AdapterLimits(settings.most_loras, root), lambda: torch.set_num_threads(1))
+    pairs = (value.partition("=") for value in settings.lora)
+    store.load_at_start((name, Path(folder).expanduser()) for name, _, folder in pairs)
+    return store
+
+
+def _usable_positions(model: TransformersModel | LlamaModel) -> int:
+    """Return how many positions the model runs, and say where they are fewer than its configuration has."""
+    limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
+    if limit < positions:
+        _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
+    return limit
 
 
 def _use_level(level: str) -> None:
@@ -525,7 +594,9 @@ def _drafts(settings: GpuWorkerSettings) -> int:
     return 0 if settings.speculation == "none" else MAX_STEP_DRAFTS
 
 
-def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Pooling | None) -> MemoryOptions:
+def _memory_options(
+    settings: GpuWorkerSettings, max_num_seqs: int, pooling: Pooling | None, adapter_bytes: int
+) -> MemoryOptions:
     every = needs_every_token(name_of(pooling))
     pooled = 0 if pooling is None else settings.max_num_batched_tokens if every else max_num_seqs
     return MemoryOptions(
@@ -539,6 +610,7 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Poo
         cuda_graphs=settings.cuda_graphs and pooling is None,
         drafts=_drafts(settings),
         pooled_tokens=pooled,
+        adapter_bytes=adapter_bytes,
         host_memory=settings.host_memory or 0,
         disk_cache=settings.disk_cache is not None,
         ranks=settings.tensor_parallel_size,

@@ -22,6 +22,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness, RankLoad
 from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
 from gpuworker.memory.disk_frames import DiskFrames, images_made_of, open_for_worker, size_of
+from gpuworker.plane.adapters import AdapterStore
 from gpuworker.scheduling.batch_plan import StepRunner
 from gpuworker.scheduling.drafting import DraftModel, NewDrafter, NgramDrafter
 from gpuworker.scheduling.images import Images
@@ -170,6 +171,11 @@ class DataPlane:
         if self.settings.speculation == "none":
             return None
         return NgramDrafter if self.draft_model is None else self.draft_model.new_drafter
+
+    @property
+    def served_adapters(self) -> AdapterStore | None:
+        """The LoRA adapters of the worker; None where it serves none."""
+        return None
 
     @property
     def grammars(self) -> GrammarCompiler | None:

@@ -68,6 +68,7 @@ class MemoryOptions:
     cuda_graphs: bool = False
     drafts: int = 0  # of a step at most, each with a row of logits, and with states where layers keep some
     pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
+    adapter_bytes: int = 0  # that are kept free for LoRA adapters
     usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
     host_memory: int = 0  # bytes that keep blocks which leave the pool
     disk_cache: bool = False  # whether a disk keeps more of them
@@ -99,6 +100,7 @@ def plan_memory(
     state = 0 if model.states is None else model.states.bytes_a_sequence * options.ranks
     frames, frame = _host_frames(model, geometry, options)
     room = _room(device, free, options) - activations - graphs - table - (seqs + options.drafts) * state
+    room -= options.adapter_bytes
     if device.type == "cpu":
         room -= frames * frame
     num_blocks = _num_blocks(device, room, block, sized)
@@ -108,7 +110,7 @@ def plan_memory(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=_weights(model) * options.ranks,
+        weights=_weights(model) * options.ranks + options.adapter_bytes,
         activations=activations,
         token_table=table,
         block_bytes=block,

@@ -48,12 +48,18 @@ def thought_of(message: pb.Submit) -> ThoughtBudget | None:
 
 
 def engine_request(
-    message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, limits: SubmitLimits, traceparent: str
+    message: pb.Submit,
+    sequence: SequenceId,
+    fork_of: SequenceId | None,
+    limits: SubmitLimits,
+    traceparent: str,
+    adapter: object | None = None,
 ) -> EngineRequest:
     """Return the engine's form of a submit.
 
-    `limits.check` was called before. Raises InvalidRequest for tokens outside of the vocabulary and for block hashes of
-    other tokens, ProtocolViolation when packed fields are malformed.
+    `limits.check` was called before; `adapter` is what the model made of the adapter that the submit names. Raises
+    InvalidRequest for tokens outside of the vocabulary and for block hashes of other tokens, ProtocolViolation when
+    packed fields are malformed.
     """
     tokens = unpack_u32(message.prompt_token_ids)
     limits.check_tokens(tokens)
@@ -91,7 +97,7 @@ def engine_request(
         else (),
         speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
-    return EngineRequest(new, _forbidding(sampling, stop), prompt_tokens, traced=bool(traceparent))
+    return EngineRequest(new, _forbidding(sampling, stop), prompt_tokens, bool(traceparent), adapter)
 
 
 def _forbidding(sampling: SamplingParams, stop: StopRule) -> SamplingParams:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -142,6 +142,8 @@ class LiveSequence:
     deadline: asyncio.TimerHandle | None = None
     compiled: float = 0.0
     handed_over: bool = False
+    release_adapter: Callable[[], None] | None = None
+    """What counts the end of its use of an adapter."""
     standstill: Standstill = field(default_factory=Standstill)
     kept: KeptOutput | None = field(init=False)
 
@@ -174,6 +176,9 @@ class LiveSequence:
     def close(self, end: SequenceFinished) -> None:
         """Release what belongs to a sequence that runs."""
         self.grammar = None
+        if self.release_adapter is not None:
+            self.release_adapter()
+            self.release_adapter = None
         # One that ended by itself, while its router took it back, goes on nowhere.
         self.handed_over = self.handed_over and end.reason is FinishReason.CANCELLED
         if self.deadline is not None:

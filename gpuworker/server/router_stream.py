@@ -12,10 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 from opentelemetry.trace import Tracer
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import (
     AlreadyExists,
     EngineFailure,
@@ -28,6 +30,7 @@ from common.contracts.errors import (
     Unsupported,
 )
 from common.contracts.limits import (
+    MAX_ADAPTER_LOADS,
     MAX_ENDED_BYTES,
     MAX_ENDED_SEQUENCES,
     MAX_GRAMMARS_WAITING,
@@ -41,6 +44,8 @@ from common.telemetry import context_from, is_sampled
 from common.wire.enum_codec import finish_from_proto
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
+from gpuworker.plane.adapters import AdapterStore
+from gpuworker.scheduling.adapter_table import Adapter
 from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server.codec import constraint_of, engine_request
@@ -185,7 +190,7 @@ _LONGEST_SECONDS: Final = 365 * 86_400.0  # of a deadline: timers take no more t
 class RouterStream:
     """Connects one open stream with the engine. Calls `own` with each sequence that it hands to the engine.
 
-    Without `grammars`, sequences with constraints are refused.
+    Without `grammars`, sequences with constraints are refused, and without `adapters` those with an adapter.
     """
 
     def __init__(
@@ -196,7 +201,9 @@ class RouterStream:
         limits: SubmitLimits,
         tracer: Tracer,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
+        self._adapters, self._loads = adapters, set[asyncio.Task[None]]()
         self._engine, self._next_sequence, self._own, self._limits = engine, next_sequence, own, limits
         self._tracer = tracer
         self._compile_queue = GrammarCompileQueue(grammars, self._compiled) if grammars is not None else None
@@ -297,7 +304,9 @@ class RouterStream:
         try:
             traceparent = spans.reserve_traceparent if spans is not None else ""
             fork_of = self._by_handle.get(message.fork_of) if message.HasField("fork_of") else None
-            request = engine_request(message, sequence, fork_of, self._limits, traceparent)
+            adapter = self._adapter_of(message)
+            weights = None if adapter is None else adapter.weights
+            request = engine_request(message, sequence, fork_of, self._limits, traceparent, weights)
             self._check_fork(request.new)
         except Exception as refused:
             if spans is not None:
@@ -305,12 +314,77 @@ class RouterStream:
             raise
         size = self._sizes[message.handle]
         live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)
+        live.release_adapter = self._begin_use(adapter)
         live.compiled = 0.0 if grammar is None else time.monotonic() - came
         live.standstill = self._engine.standstill
         if message.HasField("timeout_seconds"):
             self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
         self._take_over(live)
         self._engine.submit_request(request)
+
+    def _adapter_of(self, message: pb.Submit) -> Adapter | None:
+        """Return the adapter of a submit, which is in memory; None for the base. Raises NotFound and Unavailable."""
+        if not message.adapter:
+            return None
+        if self._adapters is None:
+            raise NotFound(f"adapter {message.adapter!r} is not known at this worker, which serves none")
+        return self._adapters.find(message.adapter, message.adapter_fingerprint)
+
+    def _begin_use(self, adapter: Adapter | None) -> Callable[[], None] | None:
+        if adapter is None or self._adapters is None:
+            return None
+        self._adapters.use(adapter)
+        return partial(self._adapters.release, adapter)
+
+    def change_adapters(self, message: pb.StreamRequest) -> None:
+        """Load an adapter beside what runs, or forget one; AdapterAnswer says when that is done, or why not."""
+        if message.HasField("load_adapter"):
+            self._begin_load(message.load_adapter)
+        else:
+            self._unload_adapter(message.unload_adapter)
+
+    def _begin_load(self, message: pb.LoadAdapter) -> None:
+        if len(self._loads) >= MAX_ADAPTER_LOADS:
+            what = f"{len(self._loads)} loads of adapters of this router wait; at most {MAX_ADAPTER_LOADS}"
+            self._answer_adapter(message.query, Overloaded(QuotaViolation("worker.stream.loads", what), _RETRY_SECONDS))
+            return
+        task = asyncio.create_task(self._load_adapter(message))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load_adapter(self, message: pb.LoadAdapter) -> None:
+        error: QuireError | None = None
+        try:
+            await self._served_adapters().load(AdapterRef(message.name, message.fingerprint), message.path)
+        except QuireError as refused:
+            error = refused
+        except Exception:
+            log.exception("an adapter could not be loaded")
+            error = EngineFailure("the adapter could not be loaded; the worker's log has the details")
+        self._answer_adapter(message.query, error)
+
+    def _unload_adapter(self, message: pb.UnloadAdapter) -> None:
+        error: QuireError | None = None
+        try:
+            self._served_adapters().unload(message.name)
+        except QuireError as refused:
+            error = refused
+        self._answer_adapter(message.query, error)
+
+    def _served_adapters(self) -> AdapterStore:
+        if self._adapters is None:
+            raise Unsupported("this worker serves no adapters; start it with --lora or --lora-dir")
+        return self._adapters
+
+    def _answer_adapter(self, query: int, error: QuireError | None) -> None:
+        status = b"" if error is None else to_status(error).SerializeToString()
+        if not self.closed:
+            self.push(pb.StreamResponse(adapter_answer=pb.AdapterAnswer(query=query, status=status)))
+
+    def tell_of_adapters(self) -> None:
+        """Tell the router which adapters the worker has, if it serves any."""
+        if self._adapters is not None and not self.closed:
+            self.push(pb.StreamResponse(adapters=self._adapters.message()))
 
     def _set_deadline(self, live: LiveSequence, seconds: float) -> None:
         left = max(0.0, min(seconds, _LONGEST_SECONDS))
@@ -450,6 +524,8 @@ class RouterStream:
         self.lose()
         if self._compile_queue is not None:
             self._compile_queue.clear()
+        for load in self._loads:
+            load.cancel()
         for sequence in list(self._live):
             self._engine.cancel_request(sequence, FinishReason.CANCELLED)
 

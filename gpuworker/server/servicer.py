@@ -34,6 +34,7 @@ from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
+from gpuworker.plane.adapters import AdapterStore
 from gpuworker.server.codec import load_message
 from gpuworker.server.orphans import Orphans
 from gpuworker.server.router_stream import RouterStream
@@ -64,6 +65,7 @@ class Serving:
     limits: SubmitLimits
     memory: pb.MemoryPlan
     grammars: GrammarCompiler | None = None
+    adapters: AdapterStore | None = None
 
 
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
@@ -93,7 +95,14 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def serve(self, serving: Serving) -> None:
         self._serving = serving
+        if serving.adapters is not None:
+            serving.adapters.changed = self._tell_of_adapters
         self._is_loaded.set()
+
+    def _tell_of_adapters(self) -> None:
+        """Tell every router which adapters there are now."""
+        for stream in self._streams:
+            stream.tell_of_adapters()
 
     def drain(self, migrate: bool = False) -> None:
         """Accept no new streams; ask the routers of open streams at once to send nothing more.
@@ -187,8 +196,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             serving = await self._soon_ready()
             hello = await self._greet(serving.engine.attach.identity, request_iterator)
         own = self._owner.__setitem__
-        stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
+        stream = RouterStream(
+            serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars, serving.adapters
+        )
         stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info(), silence_seconds=self._silence)))
+        stream.tell_of_adapters()
         self._begin(stream, hello)
         silence = SilenceWatch(self._silence)
         works = self._read(stream, request_iterator, silence), self._beat(stream), self._watch(stream, hello, silence)
@@ -347,6 +359,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                     self._find(stream, request.find)
                 case "adopt":
                     self._adopt(stream, request.adopt)
+                case "load_adapter" | "unload_adapter":
+                    stream.change_adapters(request)
                 case "pulse":
                     silence.begin()
                 case _:

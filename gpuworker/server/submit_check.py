@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from common.contracts.adapters import NAME_WORDS, is_adapter_name, is_fingerprint, root_keys
 from common.contracts.errors import FieldViolation, InvalidRequest
 from common.contracts.hashing import (
     DIGEST_BYTES,
@@ -113,7 +114,7 @@ class SubmitLimits:
         shape = self.identity.kv_geometry
         if message.no_cache or self.identity.block_size < MIN_PARTIAL_BLOCK or shape.window or shape.groups:
             return ()
-        root = _root(self.identity, message.cache_domain)
+        root = _root(self.identity, message.cache_domain, message.adapter_fingerprint)
         return all_partial_hashes(root, block_hashes, message.prompt_token_ids, self.identity.block_size)
 
     def chain(self, message: pb.Submit) -> tuple[tuple[BlockHash, ...], bytes]:
@@ -121,7 +122,7 @@ class SubmitLimits:
 
         Raises InvalidRequest when those of the submit are others. A submit that is not to be cached has none.
         """
-        root = _root(self.identity, message.cache_domain)
+        root = _root(self.identity, message.cache_domain, message.adapter_fingerprint)
         if message.no_cache:
             return (), root
         digests = packed_digests(root, message.prompt_token_ids, self.identity.block_size)
@@ -191,6 +192,17 @@ def _envelope(message: pb.Submit) -> Iterable[FieldViolation]:
     if message.HasField("thought_budget"):
         yield from _thought(message)
     yield from _sizes(message)
+    yield from _adapter(message)
+
+
+def _adapter(message: pb.Submit) -> Iterable[FieldViolation]:
+    """A name without a content, or a content without a name, would root the hashes of another adapter, or the base."""
+    if bool(message.adapter) != bool(message.adapter_fingerprint):
+        yield FieldViolation("adapter", "needs its name and its fingerprint; expected both or neither")
+    elif message.adapter and not is_adapter_name(message.adapter):
+        yield FieldViolation("adapter", f"cannot be a name; expected {NAME_WORDS}")
+    elif message.adapter and not is_fingerprint(message.adapter_fingerprint):
+        yield FieldViolation("adapter_fingerprint", "expected a SHA-256 in hexadecimal digits")
 
 
 def _sizes(message: pb.Submit) -> Iterable[FieldViolation]:
@@ -242,5 +254,6 @@ def _differences(message: pb.Submit, hashes: Sequence[BlockHash], last: bytes) -
 
 
 @lru_cache(_ROOTS_KEPT)
-def _root(identity: PoolIdentity, cache_domain: bytes) -> bytes:
-    return root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size, cache_domain)
+def _root(identity: PoolIdentity, cache_domain: bytes, adapter: str) -> bytes:
+    fingerprints = identity.model_fingerprint, identity.tokenizer_fingerprint
+    return root_digest(*fingerprints, identity.block_size, cache_domain, root_keys(adapter))

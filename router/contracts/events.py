@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.lease import RetainedTokens
 from common.contracts.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from router.contracts.answer_parts import Parser
@@ -72,6 +73,8 @@ class ValidatedRequest:
     new_parser: Callable[[], Parser] | None = field(default=None, compare=False)
     # Workers that are not to serve it: they have computed the prompt.
     avoids: frozenset[str] = frozenset()
+    # What computes it; None: the base.
+    adapter: AdapterRef | None = None
 
     @property
     def tenant(self) -> str:

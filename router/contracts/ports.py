@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.contracts.answer_parts import Parser
@@ -63,6 +64,33 @@ class ModelCard:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+class AdapterSource(Protocol):
+    """The LoRA adapters that requests may name as their model."""
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        """Return the adapter that a model name stands for; None where it is none, as the names of the base."""
+        ...
+
+    def adapter_names(self) -> Sequence[str]: ...
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFound for a name that is neither one of the base nor of an adapter."""
+        ...
+
+
+class NoAdapters:
+    """Implements `AdapterSource` without any."""
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        return None
+
+    def adapter_names(self) -> Sequence[str]:
+        return ()
+
+    def check_model(self, name: str) -> None:
+        """Take any name: whoever has no adapters has checked it, or serves one model alone."""
 
 
 class KnownPool(Protocol):

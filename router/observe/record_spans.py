@@ -40,6 +40,7 @@ _PHASES: Final = {
     Phase.READING: ("reading", ROUTER),
     Phase.QUEUE: ("queue", ROUTER),
     Phase.PREFILL_ELSEWHERE: ("prefill elsewhere", WORKER),
+    Phase.ADAPTER: ("adapter load", WORKER),
     Phase.CONSTRAINT: ("constraint", WORKER),
     Phase.ROUTER_STILL: ("router still", ROUTER),
     Phase.ON_THE_WAY: ("on the way", ROUTER),

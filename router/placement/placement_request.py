@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.contracts.adapters import AdapterRef
 from router.placement.worker_model import Capacity, WorkerModel
 
 
@@ -39,6 +40,8 @@ class PlacementRequest:
     passes: bool = False
     # Leading tokens that another worker has computed: a worker that fetches blocks need not.
     computed_elsewhere: int = 0
+    # What computes it; None: the base.
+    adapter: AdapterRef | None = None
 
     def uncached(self, capacity: Capacity, hit_blocks: int) -> int:
         """Return the tokens that a worker computes which has, or fetches, so many blocks; at least the last one."""
@@ -52,6 +55,8 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
     """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
     if reason := too_large(worker.capacity, placement):
         return PlacementOutcome.TOO_LARGE, reason
+    if placement.adapter is not None and not worker.adapters.knows(placement.adapter):
+        return PlacementOutcome.NO_WORKER, f"no adapter: it does not know {placement.adapter.name} with this content"
     if worker.worker_id in placement.avoids:
         return PlacementOutcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
     if trouble := worker.trouble(now):
@@ -105,6 +110,8 @@ def too_large(capacity: Capacity, placement: PlacementRequest) -> str:
 
 def may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
     """Return whether a worker that is in trouble now may serve the request later."""
+    if placement.adapter is not None and not worker.adapters.knows(placement.adapter):
+        return False
     return worker.worker_id not in placement.avoids and not worker.drains
 
 

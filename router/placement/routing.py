@@ -1,8 +1,9 @@
 """The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`verdict`), and a record.
 
-    cost(w) = queue_delay(w) + fetch(w) + prefill(prompt - hit(w) - fetched(w)) + decode_pressure(w)
+    cost(w) = queue_delay(w) + adapter(w) + fetch(w) + prefill(prompt - hit(w) - fetched(w)) + decode_pressure(w)
 
     queue_delay      prompt tokens ahead, the steps in flight, and the wait for a batch slot or for blocks
+    adapter          the load of the request's adapter, where w does not have it in memory
     fetch            blocks that w lacks and another worker has, where that pays (`fetches.py`); often nothing
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
@@ -360,22 +361,23 @@ class WorkerCost:
     token_s: float
     fetch: PricedFetch | None = None
     fetch_s: float = 0.0
+    adapter_s: float = 0.0
 
     @property
     def work_s(self) -> float:
-        return 0.0 if self.unproven else self.fetch_s + self.prefill
+        return 0.0 if self.unproven else self.adapter_s + self.fetch_s + self.prefill
 
     @property
     def known_s(self) -> float:
-        return 0.0 if self.unproven else self.known_delay + self.fetch_s + self.prefill
+        return 0.0 if self.unproven else self.known_delay + self.adapter_s + self.fetch_s + self.prefill
 
     @property
     def first_token_s(self) -> float:
-        return self.queue_delay + self.fetch_s + self.prefill
+        return self.queue_delay + self.adapter_s + self.fetch_s + self.prefill
 
     @property
     def total(self) -> float:
-        return self.queue_delay + self.fetch_s + self.prefill + self.decode_pressure
+        return self.first_token_s + self.decode_pressure
 
     def counted_s(self, passes: bool) -> float:
         """Return the seconds to the first token that may make the request too late; it may pass what is before it."""
@@ -394,8 +396,10 @@ class WorkerCost:
             ("prefill", self.prefill),
             ("decode_pressure", self.decode_pressure),
         )
+        if self.adapter_s:
+            terms = (terms[0], ("adapter", self.adapter_s), *terms[1:])
         if self.fetch is not None:
-            terms = (terms[0], ("fetch", self.fetch_s), *terms[1:])
+            terms = (*terms[:-2], ("fetch", self.fetch_s), *terms[-2:])
             figures.append(("fetched_blocks", float(self.fetch.blocks)))
         if self.trust < 1.0:
             figures.append(("trust", self.trust))
@@ -671,4 +675,7 @@ def _cost(
     unproven = not worker.sequences and now - worker.shown_at > OLD_S
     prefill = uncached * per_token + step
     pressure = horizon * step
-    return WorkerCost(worker, hit_blocks, trust, delay, known, prefill, pressure, unproven, per_token, fetch, fetch_s)
+    adapter_s = 0.0 if placement.adapter is None else worker.adapters.seconds_until(placement.adapter)
+    return WorkerCost(
+        worker, hit_blocks, trust, delay, known, prefill, pressure, unproven, per_token, fetch, fetch_s, adapter_s
+    )

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from common.contracts.lease import blocks_needed, held_blocks, unread_blocks
 from common.contracts.types import KvGroup, KvGroupKind
+from router.placement.adapters import NO_ADAPTERS, WorkerAdapters
 from router.placement.rates import CountRate, Rates, StepLine
 from router.placement.run_rule import groups_of, runs_of
 
@@ -170,6 +171,7 @@ class WorkerModel:
     computed: CountRate = field(default_factory=CountRate)
     # When it is predicted to have served what this router sent others to fetch from it.
     serves_until: float = float("-inf")
+    adapters: WorkerAdapters = NO_ADAPTERS
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
 

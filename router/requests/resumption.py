@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.backoff import Backoff
+from common.contracts.adapters import AdapterRef
 from common.contracts.clock import Clock
 from common.contracts.errors import (
     AlreadyExists,
@@ -253,6 +254,7 @@ def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: 
         skip_special_tokens=continuation.skip_special_tokens,
         prediction=tuple(unpack_u32(submit.prediction_token_ids)),
         retention=tokens_from_proto(submit.retention),
+        adapter=AdapterRef(submit.adapter, submit.adapter_fingerprint) if submit.adapter else None,
     )
 
 

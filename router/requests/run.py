@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from common.contracts.adapters import root_keys
 from common.contracts.clock import Clock
 from common.contracts.errors import Unavailable
 from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
@@ -371,6 +372,7 @@ class Prefix:
             identity.tokenizer_fingerprint,
             identity.block_size,
             domain,
+            root_keys(request.adapter.fingerprint if request.adapter is not None else ""),
         )
         if request.no_cache:
             return Prefix(tokens, (), root, domain)
@@ -395,6 +397,7 @@ def placement_of(
         sequences=sequences,
         traceparent=traceparent,
         avoids=request.avoids,
+        adapter=request.adapter,
     )
 
 
@@ -433,6 +436,7 @@ def submission_of(run: RequestRun, prefix: Prefix, now: float, eos_token_ids: tu
         prediction=request.prediction,
         retention=request.retention,
         continuation=_continuation(request, now),
+        adapter=request.adapter,
     )
 
 

@@ -93,7 +93,7 @@ class RunLog:
         self._reason, self._last = "", ""
         # The worker that computed the prompt for another one, how many tokens of it, and why it did not.
         self._prompt_worker, self._prompt_end, self._prompt_tokens = "", "", 0
-        self._failure = ""
+        self._failure = self._adapter = self._adapter_worker = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
         self._elsewhere: SeenElsewhere = NOWHERE
         self._index = NOTHING_ASKED
@@ -115,6 +115,17 @@ class RunLog:
         """Note that this is over: so many tokens are computed, or why none are. It waits for a worker again."""
         self._prompt_tokens, self._prompt_end = tokens, why_not
         self._phases.enter(Phase.QUEUE, self._clock.monotonic())
+
+    def loads_adapter(self, name: str, worker_id: str) -> None:
+        """Note that the request waits until its worker has loaded its adapter."""
+        self._adapter, self._adapter_worker = name, worker_id
+        if not self._phases.has_first_token:
+            self._phases.enter(Phase.ADAPTER, self._clock.monotonic())
+
+    def adapter_left(self) -> None:
+        """Note that this is over: it is in memory, or the request waits for another worker."""
+        if not self._phases.has_first_token:
+            self._phases.enter(Phase.QUEUE, self._clock.monotonic())
 
     def submitted(self, index: int) -> None:
         """Note that a run of a sequence begins."""
@@ -372,6 +383,8 @@ class RunLog:
             other_domain=_whose(elsewhere),
             ahead_of=started.ahead_of if started else "",
             prompt_worker=self._prompt_worker,
+            adapter=self._adapter,
+            adapter_worker=self._adapter_worker,
             prompt_end=self._prompt_end[:_MAX_FAILURE],
             computed_elsewhere=self._prompt_tokens,
             before=before,

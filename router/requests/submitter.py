@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import DeadlineExceeded, EngineFailure, Unavailable
 from router.contracts.embedding import check_kind
 from router.observe.recorder import Recorder
@@ -13,6 +14,7 @@ from router.placement.domains_seen import DomainsSeen
 from router.placement.fair_queue import Ticket
 from router.placement.prompt_heads import PromptHeads
 from router.placement.remote_prefill import Mode
+from router.requests.adapter_loads import AdapterLoads
 from router.requests.dispatcher import Dispatcher, Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
@@ -48,6 +50,7 @@ class Submitter:
         self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
+        self._loads = AdapterLoads(self._clock.monotonic)
         self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill)
 
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
@@ -67,12 +70,12 @@ class Submitter:
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
         run.log.sent(self._domains, self._heads, prefix.cache_domain, identity)
-        if not moved_because:
+        if not moved_because and request.adapter is None:
             job = await self._prompts.compute_elsewhere(run, job, identity, run.ticket)
             if run.inbox.interrupted.is_set():
                 return
         placement = self._take_up(sequences, job) or await self._place(run, job, run.ticket)
-        while run.waits and not await self._may_be_tried(run, placement):
+        while not await self._is_ready(run, placement):
             if run.inbox.interrupted.is_set():
                 return
             placement = await self._place(run, job, run.ticket)
@@ -112,6 +115,34 @@ class Submitter:
         hashes = Prefix.of(request, run.identity, output).block_hashes if request.takes_hits else ()
         job = Job(wanted, hashes, request.priority, request.deadline, DRAINED)
         return self._dispatcher.book_place(job, request.flow)
+
+    async def _is_ready(self, run: RequestRun, placement: Placement) -> bool:
+        """Let a request wait for what its worker lacks; return False where it may not go there any more.
+
+        Then its reservation is released.
+        """
+        if run.waits and not await self._may_be_tried(run, placement):
+            return False
+        wanted = run.request.adapter
+        if wanted is None or not placement.reservations[0].model.adapters.seconds_until(wanted):
+            return True
+        return await self._has_adapter(run, placement, wanted)
+
+    async def _has_adapter(self, run: RequestRun, placement: Placement, wanted: AdapterRef) -> bool:
+        """Let a request wait until its worker has loaded its adapter. Raises as `AdapterLoads.load` does."""
+        there = False
+        run.log.loads_adapter(wanted.name, placement.worker_id)
+        try:
+            await self._loads.load(placement.client, wanted, run.request.deadline, run.inbox.interrupted)
+            there = self._dispatcher.may_take(placement) and not run.inbox.interrupted.is_set()
+        except Unavailable:
+            pass  # the worker was lost: another one is looked for
+        finally:
+            run.log.adapter_left()
+            if not there:
+                for reservation in placement.reservations:
+                    reservation.release()
+        return there
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
         """Let a suspected request wait; return False when its worker may not get it any more, or it was interrupted.

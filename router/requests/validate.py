@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import replace
 from typing import Final
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import FieldViolation, InvalidRequest, QuireError, Unsupported
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY, RetainedTokens
 from common.contracts.limits import (
@@ -47,11 +48,18 @@ from router.answers.constraints.closing import closed_text
 from router.answers.requested_tools import quoted
 from router.answers.text.checkpoint import Checkpoint
 from router.contracts.events import ValidatedRequest
-from router.contracts.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
+from router.contracts.ports import (
+    AdapterSource,
+    CallContext,
+    ConstraintCheck,
+    NoAdapters,
+    RequestValidator,
+    TextCodec,
+)
 from router.contracts.refusals import beyond_context
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.violations import RANGES, Range, Report
-from router.tenants.tenancy import Caller
+from router.tenants.tenancy import Caller, Tenant
 
 Encode = Callable[[pb.Prompt], Awaitable[Sequence[int]]]
 
@@ -263,6 +271,8 @@ class Validator:
         self._draw_seed = draw_seed
         self._constraints, self._open_schemas = constraints, open_schemas
         self._context = context or (lambda: checkpoint.max_model_len)
+        self.adapters: AdapterSource = NoAdapters()
+        """What requests may name as their model, beside the base."""
         self.keeps_states: Callable[[], bool] = lambda: False
         """Whether prompts go on from checkpoints of states alone. Then one is wanted behind the first message of a
         chat, because other chats begin with it."""
@@ -271,6 +281,8 @@ class Validator:
         self, request: inference_pb2.GenerateRequest, call: CallContext, embeds: bool = False
     ) -> ValidatedRequest:
         report = Report()
+        model = request.model or call.model
+        adapter = self._adapter(request.model, model, call.caller.tenant)
         self._check_envelope(report, request)
         hidden = self._hidden(request) if request.sampling.stop else {}
         self._check_sampling(report, request.sampling, hidden)
@@ -307,7 +319,8 @@ class Validator:
             tracestate=call.tracestate if traceparent == called else "",
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
-            model=call.model,
+            model=model,
+            adapter=adapter,
             notes=(*call.notes, lowered) if lowered else call.notes,
             chat=request.prompt.HasField("chat"),
             kept_special_tokens=tuple(request.kept_special_tokens),
@@ -317,6 +330,19 @@ class Validator:
             retention=retention,
             constraint_seconds=constraint_seconds,
         )
+
+    def _adapter(self, named: str, model: str, tenant: Tenant) -> AdapterRef | None:
+        """Return the adapter of a request; None for the base.
+
+        `named` is what the request itself calls its model: other APIs have checked what they call it. Raises
+        ModelNotFound, and PermissionDenied for an adapter that the tenant may not use.
+        """
+        if named:
+            self.adapters.check_model(named)
+        found = self.adapters.find_adapter(model) if model else None
+        if found is not None:
+            tenant.check_model(found.name)
+        return found
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         report = Report()

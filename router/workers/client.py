@@ -7,6 +7,7 @@ to the sink that was passed to `submit_sequence`. When the stream breaks, every 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import secrets
@@ -18,6 +19,7 @@ from typing import Protocol
 from grpc import StatusCode, aio
 
 from common.backoff import Backoff
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
 from common.contracts.limits import MAX_HANDLE
 from common.contracts.types import FinishReason, PoolIdentity
@@ -29,10 +31,13 @@ from quire.api.status import DETAILS_KEY, code_from_rpc, error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.contracts.identity import is_complete
+from router.placement.adapters import WorkerAdapters
 from router.placement.worker_model import Load
 from router.workers.codec import (
     Submission,
     WorkerFacts,
+    adapters_from_proto,
+    error_of_status,
     events_of,
     facts_from_proto,
     load_from_proto,
@@ -96,6 +101,37 @@ class Confirmations:
             answer.exception()  # whoever waited may have left
 
 
+# Loads and unloads of adapters that a worker has not answered yet.
+class AdapterQueries:
+    """Futures by the number of a question."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[None]] = {}
+
+    def ask(self) -> tuple[int, asyncio.Future[None]]:
+        """Return the number of a question, and the future of its answer, which fails when the stream breaks."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._open[number] = answer
+        answer.add_done_callback(lambda _: self._open.pop(number, None))
+        return number, answer
+
+    def answered(self, number: int, error: QuireError | None) -> None:
+        answer = self._open.get(number)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+            answer.exception()  # whoever asked may have left
+
+    def lose(self, error: QuireError) -> None:
+        """Fail all: the stream has broken."""
+        for number in list(self._open):
+            self.answered(number, Unavailable(str(error)))
+
+
 # Breaks of one worker's connection of which it is not known yet whether the worker's process ended.
 def is_severed(error: aio.AioRpcError) -> bool:
     """Return whether a connection broke under a call: a worker that ends a call itself says why."""
@@ -140,6 +176,10 @@ class WorkerListener(Protocol):
         ...
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None: ...
+
+    def adapters_changed(self, client: WorkerClient, adapters: WorkerAdapters) -> None:
+        """Handle what a worker knows of adapters: after its hello, and whenever it changes."""
+        ...
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
         """Handle a stream that broke or could not be opened."""
@@ -189,7 +229,7 @@ class WorkerClient:
         self._in_flight: dict[int, InFlight] = {}
         # Handles that the router cancelled; later events for them are dropped.
         self._given_up: set[int] = set()
-        self._queries = OrphanQueries()
+        self._queries, self._adapter_queries = OrphanQueries(), AdapterQueries()
         self._last_handle = 0
         self._last_seq = 0
         self._beats = 0
@@ -232,6 +272,27 @@ class WorkerClient:
         question, answer = self._queries.ask(request_id, tenant)
         self._outbox.put(pb.StreamRequest(find=question))
         return answer
+
+    def load_adapter(self, wanted: AdapterRef, path: str = "") -> asyncio.Future[None]:
+        """Have the worker load an adapter, from a folder if a path is given; the future ends when it is in memory.
+
+        Raises Unavailable without a stream; so does the future, and with the worker's reason.
+        """
+        number, answer, outbox = self._ask_of_adapter()
+        load = pb.LoadAdapter(query=number, name=wanted.name, path=path, fingerprint=wanted.fingerprint)
+        outbox.put(pb.StreamRequest(load_adapter=load))
+        return answer
+
+    def unload_adapter(self, name: str) -> asyncio.Future[None]:
+        """Have the worker forget an adapter. Raises as `load_adapter` does."""
+        number, answer, outbox = self._ask_of_adapter()
+        outbox.put(pb.StreamRequest(unload_adapter=pb.UnloadAdapter(query=number, name=name)))
+        return answer
+
+    def _ask_of_adapter(self) -> tuple[int, asyncio.Future[None], Outbox]:
+        if self._outbox is None:
+            raise Unavailable(f"worker at {self.address} is not connected")
+        return *self._adapter_queries.ask(), self._outbox
 
     def adopt(self, sequence: int, sink: Sink, timeout: float | None = None) -> tuple[int, asyncio.Future[None]]:
         """Go on with an orphan; all its events so far come to `sink` again, then the others.
@@ -420,6 +481,12 @@ class WorkerClient:
                 self._beats += 1
                 self._draining = response.heartbeat.load.draining
                 self._listener.heartbeat(self, load_from_proto(response.heartbeat.load))
+            case "adapters":
+                self._listener.adapters_changed(self, adapters_from_proto(response.adapters))
+            case "adapter_answer":
+                answer = response.adapter_answer
+                refused_because = error_of_status(answer.status) if answer.status else None
+                self._adapter_queries.answered(answer.query, refused_because)
             case "found":
                 self._queries.answered(response.found)
             case "adopted":
@@ -459,6 +526,7 @@ class WorkerClient:
         self._outbox = None
         self._given_up.clear()
         self._queries.lose(error)
+        self._adapter_queries.lose(error)
         self._listener.disconnected(self, error)
         self.abandon(str(error), broken, severed)
 

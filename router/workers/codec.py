@@ -12,9 +12,11 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from common.contracts.errors import ProtocolViolation
+from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name, is_fingerprint
+from common.contracts.errors import ProtocolViolation, QuireError
 from common.contracts.hashing import little_endian_int32
 from common.contracts.lease import RetainedTokens
+from common.contracts.limits import MAX_ADAPTERS
 from common.contracts.transfers import Fetched
 from common.contracts.types import (
     BlockHash,
@@ -34,6 +36,7 @@ from common.wire.sampling_codec import sampling_to_proto, thought_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.placement.adapters import WorkerAdapter, WorkerAdapters
 from router.placement.worker_model import Capacity, Disaggregation, Load
 from router.workers.orphan_codec import continuation_to_proto
 from router.workers.resuming import Continuation
@@ -102,6 +105,7 @@ class Submission:
     retention: tuple[RetainedTokens, ...] = ()
     # What another router needs to go on with the sequence; None where none may.
     continuation: Continuation | None = None
+    adapter: AdapterRef | None = None
 
 
 def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = None) -> pb.Submit:
@@ -136,6 +140,8 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         prediction_token_ids=little_endian_int32(submission.prediction),
         continuation=continuation_to_proto(submission.continuation),
         retention=tokens_to_proto(submission.retention),
+        adapter=None if submission.adapter is None else submission.adapter.name,
+        adapter_fingerprint=None if submission.adapter is None else submission.adapter.fingerprint,
         **constrained,
     )
 
@@ -157,6 +163,18 @@ def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
         info.fetches_blocks,
     )
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
+
+
+def adapters_from_proto(told: pb.Adapters) -> WorkerAdapters:
+    """Return what a worker says of its adapters. Raises ProtocolViolation for too many, and for what can name none."""
+    if len(told.adapters) > MAX_ADAPTERS:
+        raise ProtocolViolation(f"a worker names {len(told.adapters)} adapters; expected at most {MAX_ADAPTERS}")
+    found = {}
+    for each in told.adapters:
+        if not is_adapter_name(each.name) or not is_fingerprint(each.fingerprint):
+            raise ProtocolViolation(f"a worker names an adapter with another form than {NAME_WORDS}, and a SHA-256")
+        found[each.name] = WorkerAdapter(each.fingerprint, each.rank, each.num_bytes, each.in_memory)
+    return WorkerAdapters(found, _finite(told.load_seconds), told.max_in_memory)
 
 
 def load_from_proto(load: pb.Load) -> Load:
@@ -183,11 +201,16 @@ def load_from_proto(load: pb.Load) -> Load:
 
 def refusal_from_proto(refused: pb.Refused) -> Refused:
     """Raise ProtocolViolation when the status in it is none."""
+    return Refused(error_of_status(refused.status))
+
+
+def error_of_status(raw: bytes) -> QuireError:
+    """Return the error that a worker refuses something with. Raises ProtocolViolation for bytes that hold none."""
     try:
-        status = status_pb2.Status.FromString(refused.status)
+        status = status_pb2.Status.FromString(raw)
     except DecodeError:
-        raise ProtocolViolation(f"{len(refused.status)} bytes of a refusal are not a google.rpc.Status") from None
-    return Refused(error_from_status(status))
+        raise ProtocolViolation(f"{len(raw)} bytes of a refusal are not a google.rpc.Status") from None
+    return error_from_status(status)
 
 
 def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:

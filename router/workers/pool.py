@@ -9,12 +9,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.clock import Clock, until_tick
-from common.contracts.errors import IdentityMismatch, QuireError, Unavailable
-from common.contracts.limits import MAX_LOGGED_REASONS
+from common.contracts.errors import IdentityMismatch, ModelNotFound, QuireError, Unavailable
+from common.contracts.limits import MAX_ADAPTER_NAME_CHARS, MAX_LOGGED_REASONS
 from common.contracts.types import KvGroupKind, PoolIdentity
 from common.rpc.server import Dial, open_channel
 from router.contracts.identity import adopt, differences
+from router.placement.adapters import AdapterNames, WorkerAdapters
 from router.placement.worker_model import Load, WorkerModel, WorkerState
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import WorkerFacts
@@ -79,6 +81,7 @@ class WorkerPool:
         pacing: Pacing | None = None,
         dial: Dial = open_channel,
         manager_patience: float = float("inf"),
+        adapter_names: AdapterNames | None = None,
     ) -> None:
         """The first worker fills in the unknown parts of `identity`; others must agree while any is connected."""
         self.identity = self._configured = identity
@@ -88,6 +91,7 @@ class WorkerPool:
         self._listeners: list[PoolListener] = []
         self._models: list[WorkerModel] | None = None
         self._migrating: set[WorkerClient] = set()
+        self._adapter_names = adapter_names or AdapterNames()
 
     def listen(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
@@ -163,6 +167,19 @@ class WorkerPool:
     def keeps_states(self) -> bool:
         """Return whether layers of the model keep states, so that prompts go on from checkpoints alone."""
         return any(group.kind is KvGroupKind.STATE for model in self.models() for group in model.capacity.groups)
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        """Return the adapter that a model name stands for; None where no worker knows one of this name."""
+        return self._adapter_names.find(name, [model.adapters for model in self.models()])
+
+    def adapter_names(self) -> list[str]:
+        """Return the names of all adapters that requests may be for."""
+        return self._adapter_names.names([model.adapters for model in self.models()])
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFound for a name that is neither one of the base nor of an adapter."""
+        if name not in self._adapter_names.reserved and self.find_adapter(name) is None:
+            raise ModelNotFound(f"model {name[:MAX_ADAPTER_NAME_CHARS]!r} is not served here", name)
 
     def absent(self) -> list[tuple[str, str]]:
         """Return (name, reason) of the workers that are not connected."""
@@ -295,6 +312,18 @@ class WorkerPool:
             else:
                 self._migrating.discard(client)
             self._notify(member.model)
+
+    def adapters_changed(self, client: WorkerClient, adapters: WorkerAdapters) -> None:
+        """Keep what a worker knows of adapters; a name of the base selects the base alone."""
+        member = self._members.get(client.address)
+        if member is None or member.model is None or member.client is not client:
+            return
+        clashes = self._adapter_names.note(member.model.adapters, adapters)
+        if clashes:
+            what = "worker %s has an adapter named %s, as the model is called here; no request can be for it: rename it"
+            log.error(what, member.name, ", ".join(clashes))
+        member.model.adapters = adapters
+        self._notify()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
         """Record why a worker cannot be used."""

@@ -277,7 +277,7 @@ class Messages:
             (validated,) = await self._service.validated(order, replace(call, lowers_max_tokens=True))
         form = Form(
             chat=True,
-            model=self._service.parts.card.name,
+            model=self._service.shown_model(body.model),
             fingerprint=self._service.fingerprint,
             created=int(time.time()),
             codec=self._service.parts.codec,

@@ -23,7 +23,7 @@ from router.api.kserve.tensors import INPUTS, LOGPROBS, OUTPUTS, Elements, Tenso
 from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
 from router.api.shared.call_context import Calls, Context, metadata_of
 from router.contracts.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
-from router.contracts.ports import CallContext, Frontend, ModelCard, RequestValidator
+from router.contracts.ports import AdapterSource, CallContext, Frontend, ModelCard, NoAdapters, RequestValidator
 from router.requests.request_ids import automatic_id
 from router.tenants.tenancy import Charge
 
@@ -169,7 +169,9 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         card: ModelCard,
         ready: Callable[[], bool],
         calls: Calls,
+        adapters: AdapterSource | None = None,
     ) -> None:
+        self._adapters = adapters or NoAdapters()
         self._frontend, self._validator = frontend, validator
         self._card, self._ready, self._calls = card, ready, calls
         self._room = AnswerRoom()
@@ -243,7 +245,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         """Yield the responses to one request; the last response is the final one."""
         self._check_model(request.model_name, request.model_version)
         asked = read(request, streaming)
-        validated = await asked.validated(self._validator, call)
+        validated = await asked.validated(self._validator, replace(call, model=request.model_name))
         if not asked.stream:
             entry = LEAST_ENTRY_BYTES if LOGPROBS in asked.outputs else 0
             check_least_size([validated], 0, entry, MAX_REPLY_BYTES)
@@ -261,7 +263,8 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
             place.leave()
 
     def _serves(self, name: str, version: str) -> bool:
-        return name in self._card.names and version in ("", VERSION)
+        served = name in self._card.names or self._adapters.find_adapter(name) is not None
+        return served and version in ("", VERSION)
 
     def _check_model(self, name: str, version: str) -> None:
         if not self._serves(name, version):

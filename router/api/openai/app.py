@@ -293,9 +293,11 @@ class _Api:
         )
         return await self._serve(order.read_by(reading), form, request)
 
-    async def models(self) -> Json:
-        """List the served models."""
-        return {"object": "list", "data": [self._model(name) for name in self._parts.card.names]}
+    async def models(self, request: Request) -> Json:
+        """List the served models: the base under each of its names, then its adapters that the caller may use."""
+        allowed = request.state.caller.tenant.models
+        adapters = [name for name in self._parts.adapters.adapter_names() if allowed is None or name in allowed]
+        return {"object": "list", "data": [self._model(name) for name in (*self._parts.card.names, *adapters)]}
 
     async def model(self, name: str) -> Json:
         """Describe one model."""
@@ -314,7 +316,10 @@ class _Api:
 
     def _model(self, name: str) -> Json:
         card, identity = self._parts.card, self._parts.model().identity
-        kind = {"id": name, "object": "model", "owned_by": "quire", "root": card.name}
+        found = self._parts.adapters.find_adapter(name)
+        # As other servers have it, the root of an adapter is its content, and its parent the base.
+        root, parent = (card.name, None) if found is None else (found.fingerprint, card.name)
+        kind = {"id": name, "object": "model", "owned_by": "quire", "root": root, "parent": parent}
         pooling = identity.pooling if identity.embeds else None
         return kind | {"created": self._started, "max_model_len": card.max_model_len, "pooling": pooling}
 
@@ -322,7 +327,7 @@ class _Api:
         options = body.stream_options if body.stream else None
         return Form(
             chat=chat,
-            model=self._parts.card.name,
+            model=self._service.shown_model(body.model),
             fingerprint=self._service.fingerprint,
             created=int(time.time()),
             codec=self._parts.codec,

@@ -112,7 +112,7 @@ def embedding_routes(service: Service) -> APIRouter:
         try:
             with _in_words_of(body):
                 found = await unless_gone(request, _embedded(embedder, service, body, request, place))
-            content = await _content(found, body, service.parts.card.name)
+            content = await _content(found, body, service.shown_model(body.model))
             return WholeResponse(content, _trace_of(found[0]), place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()

@@ -333,13 +333,14 @@ class Model(_Exact):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str
+    root: str = Field(..., description="the base's first name; of an adapter the SHA-256 of its content")
+    parent: str | None = Field(..., description="of a LoRA adapter the base; null: it is the base")
     max_model_len: int = Field(..., description="tokens of prompt and output together")
     pooling: str | None = Field(..., description="how the pool embeds, such as 'last, normalised'; null: it generates")
 
 
 class Models(_Exact):
-    """The models that are served: one."""
+    """The models that are served: one, under each of its names, and its LoRA adapters."""
 
     object: Literal["list"]
     data: list[Model]

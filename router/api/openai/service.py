@@ -29,10 +29,12 @@ from router.api.shared.metering import UNLIMITED, Meter
 from router.contracts.events import GenerateEvent, ValidatedRequest
 from router.contracts.ports import (
     UNWATCHED,
+    AdapterSource,
     Authenticator,
     CallContext,
     Frontend,
     ModelCard,
+    NoAdapters,
     RefusalWatch,
     RequestValidator,
     Resumer,
@@ -112,6 +114,7 @@ class HttpParts:
     """Where files and batches of clients lie; None where they are off."""
     refusals: RefusalWatch = UNWATCHED
     tracer: Tracer = field(default_factory=NoOpTracer)
+    adapters: AdapterSource = field(default_factory=NoAdapters)
 
 
 class Service:
@@ -124,8 +127,12 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound for a model that is not served here."""
         card = self.parts.card
-        if name and name not in card.names:
+        if name and name not in card.names and self.parts.adapters.find_adapter(name) is None:
             raise ModelNotFound(f"model {name!r} is not served here; {card.name!r} is", name)
+
+    def shown_model(self, name: str | None) -> str:
+        """Return what an answer calls its model: an adapter by its name, and the base by its first name."""
+        return name if name and self.parts.adapters.find_adapter(name) is not None else self.parts.card.name
 
     def begin_with(self, correlation: str | None, model: str | None, request: Request) -> None:
         """Take over the id that a body names. Raises ModelNotFound."""

@@ -30,6 +30,7 @@ class Cause(StrEnum):
     SENDING = "sending"
     INDEX_SLOW = "index_slow"
     PREFILL_ELSEWHERE = "prefill_elsewhere"
+    ADAPTER = "adapter"
     CONSTRAINT = "constraint"
     BLOCKS = "blocks"
     FETCHING = "fetching"
@@ -119,6 +120,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.PREFILL_ELSEWHERE: Advice(
         "Add prefill workers if this is long, and start routers with --remote-prefill off if it is in vain.",
         "computed-elsewhere",
+    ),
+    Cause.ADAPTER: Advice(
+        "Keep more adapters in memory with --max-loras, or load them before requests name them (`quire adapters`).",
+        "adapter-loads",
     ),
     Cause.CONSTRAINT: Advice(
         "Send a constraint again word for word, because it stays compiled, and simplify one that takes long.",

@@ -46,6 +46,7 @@ _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.QUEUE: Cause.WORKER_QUEUE,
     Phase.LOOKUP: Cause.INDEX_SLOW,
     Phase.PREFILL_ELSEWHERE: Cause.PREFILL_ELSEWHERE,
+    Phase.ADAPTER: Cause.ADAPTER,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
     Phase.ROUTER_STILL: Cause.ROUTER_STILL,
     Phase.ON_THE_WAY: Cause.ON_THE_WAY,

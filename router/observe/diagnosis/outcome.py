@@ -26,6 +26,7 @@ class Phase(StrEnum):
     QUEUE = "queue"
     LOOKUP = "lookup"
     PREFILL_ELSEWHERE = "prefill_elsewhere"
+    ADAPTER = "adapter"
     CONSTRAINT = "constraint"
     ROUTER_STILL = "router_still"
     ON_THE_WAY = "on_the_way"
@@ -62,8 +63,9 @@ class Outcome:
     those above the objective of the router. Its workers copied `loaded_blocks` from host memory in `load_seconds`, and
     would have computed them in `spared_seconds`; 0: not known. Before that it waited `fetch_seconds` for `fetch_asked`
     blocks from `fetch_source` ("disk", or a worker), and shared `fetched_blocks` of them. `prompt_worker` computed
-    `computed_elsewhere` tokens of the prompt for the worker that sampled, or did not because of `prompt_end`. `kept`
-    names the tail rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole
+    `computed_elsewhere` tokens of the prompt for the worker that sampled, or did not because of `prompt_end`. It waited
+    until `adapter_worker` had loaded its `adapter`; both are empty where that was in memory. `kept` names the tail
+    rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole
     answer.
     """
 
@@ -75,6 +77,8 @@ class Outcome:
     other_domain: str = ""
     ahead_of: str = ""
     prompt_worker: str = ""
+    adapter: str = ""
+    adapter_worker: str = ""
     prompt_end: str = ""
     kept: str = ""
     index: str = ""
@@ -149,7 +153,7 @@ class Outcome:
 
 _TEXTS: Final = (
     *("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index", "fetch_source"),
-    *("prompt_worker", "prompt_end"),
+    *("prompt_worker", "prompt_end", "adapter", "adapter_worker"),
 )
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))

@@ -22,6 +22,7 @@ LABELS: Final = {
     Phase.QUEUE: "waiting for a worker",
     Phase.LOOKUP: "looking up its prefix",
     Phase.PREFILL_ELSEWHERE: "computing its prompt elsewhere",
+    Phase.ADAPTER: "waiting for its adapter",
     Phase.CONSTRAINT: "compiling its constraint",
     Phase.ROUTER_STILL: "while the router stood still",
     Phase.ON_THE_WAY: "between router and worker",
@@ -53,6 +54,7 @@ _ALWAYS: Final = {
     Phase.READING: Cause.READING,
     Phase.LOOKUP: Cause.INDEX_SLOW,
     Phase.PREFILL_ELSEWHERE: Cause.PREFILL_ELSEWHERE,
+    Phase.ADAPTER: Cause.ADAPTER,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
     Phase.ROUTER_STILL: Cause.ROUTER_STILL,
     Phase.ON_THE_WAY: Cause.ON_THE_WAY,
@@ -371,6 +373,9 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]]
     Cause.INDEX_SLOW: lambda seconds, history, outcome: index_words(outcome),
     Cause.OUTRANKED: lambda seconds, history, outcome: _outranked_words(history, outcome),
     Cause.PREFILL_ELSEWHERE: lambda seconds, history, outcome: _elsewhere_words(outcome),
+    Cause.ADAPTER: lambda seconds, history, outcome: (
+        f"it waited for adapter {outcome.adapter or '?'} to load on {outcome.adapter_worker or 'its worker'}"
+    ),
     Cause.CONSTRAINT: lambda seconds, history, outcome: (
         "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"
     ),

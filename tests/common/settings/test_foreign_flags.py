@@ -38,7 +38,8 @@ def test_no_flag_of_the_suite_is_taken_for_a_foreign_one() -> None:
         ),
         ("--model-draft", "is not an option here; --draft-model is the same"),
         ("--draft-max", "is not there: drafts are as many as pay"),
-        ("--lora-modules", "is not there: Quire serves no adapters"),
+        ("--lora-modules", "is not an option here; --lora is the same"),
+        ("--enable-lora", "is not there: --lora NAME=DIR and --lora-dir serve adapters"),
         ("--bogus", None),
     ],
 )

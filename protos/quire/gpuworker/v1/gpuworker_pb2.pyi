@@ -55,6 +55,8 @@ class StreamRequest(_message.Message):
     FIND_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
     PULSE_FIELD_NUMBER: _builtins.int
+    LOAD_ADAPTER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -69,6 +71,10 @@ class StreamRequest(_message.Message):
     def adopt(self) -> Global___Adopt: ...
     @_builtins.property
     def pulse(self) -> Global___Pulse: ...
+    @_builtins.property
+    def load_adapter(self) -> Global___LoadAdapter: ...
+    @_builtins.property
+    def unload_adapter(self) -> Global___UnloadAdapter: ...
     def __init__(
         self,
         *,
@@ -79,16 +85,76 @@ class StreamRequest(_message.Message):
         find: Global___Find | None = ...,
         adopt: Global___Adopt | None = ...,
         pulse: Global___Pulse | None = ...,
+        load_adapter: Global___LoadAdapter | None = ...,
+        unload_adapter: Global___UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "pulse", b"pulse", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "load_adapter", b"load_adapter", "message", b"message", "pulse", b"pulse", "submit", b"submit", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "pulse", b"pulse", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "load_adapter", b"load_adapter", "message", b"message", "pulse", b"pulse", "submit", b"submit", "unload_adapter", b"unload_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack", "find", "adopt", "pulse"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack", "find", "adopt", "pulse", "load_adapter", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapter(_message.Message):
+    """Have a LoRA adapter in memory: one that the worker knows by its name, or, with a path, the one in a folder below the
+    worker's --lora-dir, under this name from now on. AdapterAnswer answers it; steps go on meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    query: _builtins.int
+    """Chosen by the router, to tell answers apart."""
+    name: _builtins.str
+    path: _builtins.str
+    fingerprint: _builtins.str
+    """The content that the router expects; empty takes any."""
+    def __init__(
+        self,
+        *,
+        query: _builtins.int = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "query", b"query"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class UnloadAdapter(_message.Message):
+    """Forget an adapter; its memory is free once its last sequence has ended. AdapterAnswer answers it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    query: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        query: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "query", b"query"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapter: _TypeAlias = UnloadAdapter  # noqa: Y015
 
 @_typing.final
 class Pulse(_message.Message):
@@ -186,6 +252,8 @@ class Submit(_message.Message):
     CONTINUATION_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
@@ -223,6 +291,9 @@ class Submit(_message.Message):
     """
     tracestate: _builtins.str
     """W3C tracestate of `traceparent`, at most 512 characters."""
+    adapter: _builtins.str
+    """The LoRA adapter that computes the sequence, and its content, which roots the block hashes too; empty: the base does."""
+    adapter_fingerprint: _builtins.str
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Every field is set: the router has filled in defaults. With `max_tokens` 0 the prompt is computed and nothing is
@@ -283,10 +354,12 @@ class Submit(_message.Message):
         continuation: Global___Continuation | None = ...,
         retention: _abc.Iterable[Global___RetainedTokens] | None = ...,
         tracestate: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        adapter_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "continuation", b"continuation", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "thought_budget", b"thought_budget", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "tracestate", b"tracestate", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "tracestate", b"tracestate", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -516,6 +589,8 @@ class StreamResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
     ADOPTED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -528,6 +603,12 @@ class StreamResponse(_message.Message):
     def found(self) -> Global___Found: ...
     @_builtins.property
     def adopted(self) -> Global___Adopted: ...
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """After the hello, and whenever it changes."""
+
+    @_builtins.property
+    def adapter_answer(self) -> Global___AdapterAnswer: ...
     def __init__(
         self,
         *,
@@ -537,16 +618,103 @@ class StreamResponse(_message.Message):
         refused: Global___Refused | None = ...,
         found: Global___Found | None = ...,
         adopted: Global___Adopted | None = ...,
+        adapters: Global___Adapters | None = ...,
+        adapter_answer: Global___AdapterAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_answer", b"adapter_answer", "adapters", b"adapters", "adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_answer", b"adapter_answer", "adapters", b"adapters", "adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused", "found", "adopted"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused", "found", "adopted", "adapters", "adapter_answer"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
+
+@_typing.final
+class Adapters(_message.Message):
+    """The LoRA adapters that a worker knows, all of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_IN_MEMORY_FIELD_NUMBER: _builtins.int
+    load_seconds: _builtins.float
+    """Of the last load; 0: there was none."""
+    max_in_memory: _builtins.int
+    """As many adapters are in memory at most."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        load_seconds: _builtins.float = ...,
+        max_in_memory: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "load_seconds", b"load_seconds", "max_in_memory", b"max_in_memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    IN_MEMORY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    fingerprint: _builtins.str
+    """SHA-256 of its content, hexadecimal."""
+    rank: _builtins.int
+    num_bytes: _builtins.int
+    in_memory: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        in_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "in_memory", b"in_memory", "name", b"name", "num_bytes", b"num_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdapterAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    query: _builtins.int
+    status: _builtins.bytes
+    """A google.rpc.Status, serialised; empty: it is done."""
+    def __init__(
+        self,
+        *,
+        query: _builtins.int = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["query", b"query", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterAnswer: _TypeAlias = AdapterAnswer  # noqa: Y015
 
 @_typing.final
 class Adopted(_message.Message):

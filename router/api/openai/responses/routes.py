@@ -383,7 +383,7 @@ class Responses:
             (validated,) = await service.validated(order, replace(call, lowers_max_tokens=True))
         form = Form(
             chat=True,
-            model=service.parts.card.name,
+            model=service.shown_model(body.model),
             fingerprint=service.fingerprint,
             created=int(time.time()),
             codec=service.parts.codec,

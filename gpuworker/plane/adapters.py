@@ -1,0 +1,170 @@
+"""A worker's adapters: reads them beside running steps, keeps as many as --max-loras, and names them to routers.
+
+Everything but the reading runs on the I/O loop. The reading has a thread of its own, which computes on one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
+from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied
+from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
+from gpuworker.scheduling.adapter_table import Adapter, AdapterTable
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read and prepared for the model."""
+
+    fingerprint: str
+    rank: int
+    num_bytes: int
+    weights: object
+
+
+class UnfitAdapter(ValueError):
+    """A folder that has no adapter for this model, with the reason and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """How many adapters are in memory at once, and below which folder run-time loads may read; None: nowhere."""
+
+    max_held: int
+    root: Path | None = None
+
+
+class AdapterStore:
+    """`read` reads a folder, on any thread, and raises UnfitAdapter. `begin_thread` prepares the thread of loads."""
+
+    def __init__(
+        self, read: Callable[[Path], ReadAdapter], limits: AdapterLimits, begin_thread: Callable[[], object]
+    ) -> None:
+        self._read, self._limits = read, limits
+        self._table = AdapterTable(limits.max_held)
+        self._thread = ThreadPoolExecutor(1, "quire-adapters", initializer=begin_thread)
+        self._turn = asyncio.Lock()  # of loads: one reads at a time
+        self.changed: Callable[[], None] = lambda: None
+        """Called when what routers should know has changed."""
+        self.load_seconds = 0.0
+        """Of the last load, from its turn to its end; 0: there was none."""
+
+    def load_at_start(self, given: Iterable[tuple[str, Path]]) -> None:
+        """Read the adapters of the command line; the first ones stay in memory. Raises InvalidConfig."""
+        wrong = []
+        for name, folder in given:
+            try:
+                read = self._read(folder)
+            except UnfitAdapter as error:
+                wrong.append(FieldViolation("--lora", f"{name}={folder}: {error}"))
+                continue
+            adapter = self._table.add(_adapter_of(name, folder, read))
+            if self._table.num_held < self._limits.max_held:
+                self._table.fill(adapter, read.weights)
+        if wrong:
+            raise InvalidConfig(*wrong)
+
+    # ------------------------------------------------------------ sequences
+
+    def find(self, name: str, fingerprint: str) -> Adapter:
+        """Return an adapter in memory. Raises as `AdapterTable.find_held` does."""
+        return self._table.find_held(name, fingerprint)
+
+    def use(self, adapter: Adapter) -> None:
+        """Count a sequence that begins."""
+        self._table.use(adapter)
+
+    def release(self, adapter: Adapter) -> None:
+        """Count the end of a sequence."""
+        self._table.release(adapter)
+
+    # ------------------------------------------------------------ routers
+
+    async def load(self, wanted: AdapterRef, path: str = "") -> None:
+        """Have an adapter in memory: one that is known, or the one in a folder below the root.
+
+        The fingerprint of `wanted` is what a router expects; "" takes any content. Raises InvalidRequest for a folder
+        without an adapter for this model, NotFound for an unknown name, Overloaded where all in memory are in use, and
+        PermissionDenied for a folder elsewhere.
+        """
+        if not is_adapter_name(wanted.name):
+            raise InvalidRequest(FieldViolation("lora_name", f"is {wanted.name[:64]!r}; expected {NAME_WORDS}"))
+        async with self._turn:
+            known = None if path else self._table.get(wanted.name)
+            if known is not None and known.weights is not None and wanted.fingerprint in ("", known.fingerprint):
+                return
+            folder = self._below_root(path) if known is None else Path(known.source)
+            if known is not None:
+                self._table.check_room(known)
+            began = time.monotonic()
+            read = await self._read_beside(folder)
+            if wanted.fingerprint not in ("", read.fingerprint):
+                what = f"has changed in {folder} since it was loaded under this name; load it again"
+                raise InvalidRequest(FieldViolation("lora_name", f"{wanted.name!r} {what}"))
+            adapter = self._table.add(_adapter_of(wanted.name, folder, read))
+            try:
+                left = self._table.fill(adapter, read.weights)
+            finally:
+                self.load_seconds = time.monotonic() - began
+                self.changed()
+        log.info("adapter %s loaded in %.3f s", wanted.name, self.load_seconds, extra={"source": str(folder)})
+        if left is not None:
+            log.info("adapter %s left memory for it", left.name)
+
+    async def _read_beside(self, folder: Path) -> ReadAdapter:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, folder)
+        except UnfitAdapter as error:
+            raise InvalidRequest(FieldViolation("lora_path", str(error))) from None
+
+    def _below_root(self, path: str) -> Path:
+        """Return the folder that a path names. Links are followed first, so none leads out."""
+        root = self._limits.root
+        if root is None:
+            what = "this worker loads no adapters at run time; start it with --lora-dir, and load from below its folder"
+            raise PermissionDenied(what)
+        if not path or len(path) > MAX_ADAPTER_PATH_CHARS or "\0" in path:
+            what = f"expected the path of a folder, at most {MAX_ADAPTER_PATH_CHARS} characters"
+            raise InvalidRequest(FieldViolation("lora_path", what))
+        root = root.resolve()
+        folder = (root / path).resolve()
+        if not folder.is_relative_to(root):
+            raise PermissionDenied(f"adapters are loaded from below {root} alone; copy the folder there")
+        return folder
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; its memory is free once its last sequence has ended. Raises NotFound."""
+        self._table.remove(name)
+        log.info("adapter %s unloaded", name)
+        self.changed()
+
+    def message(self) -> pb.Adapters:
+        """Return what routers should know."""
+        known = [
+            pb.Adapter(
+                name=each.name,
+                fingerprint=each.fingerprint,
+                rank=each.rank,
+                num_bytes=each.num_bytes,
+                in_memory=each.weights is not None,
+            )
+            for each in self._table.known
+        ]
+        return pb.Adapters(adapters=known, load_seconds=self.load_seconds, max_in_memory=self._limits.max_held)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _adapter_of(name: str, folder: Path, read: ReadAdapter) -> Adapter:
+    return Adapter(name, read.fingerprint, read.rank, read.num_bytes, str(folder))
