@@ -23,6 +23,7 @@ COMMANDS = {
     "pin": "keep the beginning of prompts cached, such as a system prompt",
     "prefetch": "bring the beginning of prompts into a worker's host memory before it is asked for them",
     "pins": "list what is pinned, and how much of it each worker has",
+    "adapters": "list, load and unload LoRA adapters",
     "unpin": "let a pinned beginning be evicted as all others",
     "doctor": "check what Quire needs on this machine, and say what to do",
     "why": "say why a request was slow, refused or not cached, and what to do",

@@ -60,6 +60,7 @@ from router.api.grpc.servicer import InferenceServicer, Routers
 from router.api.http.http_server import HttpServer, bounded_connections, serve_http
 from router.api.http.pages import pages
 from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
+from router.api.openai.adapters import adapter_routes
 from router.api.openai.app import create_app
 from router.api.openai.public_metrics import PublicMetrics
 from router.api.openai.responses.background import BackgroundResponses, ResponseParts
@@ -110,6 +111,7 @@ from router.requests.resumer import RequestResumer
 from router.requests.validate import Validator, WatchedValidator, random_seed
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenancy import Caller, TenantQuotas
+from router.workers.adapters import PoolAdapters
 from router.workers.client import RouterIdentity
 from router.workers.discovery import Discovery, DiscoveryState
 from router.workers.pool import WorkerPool
@@ -316,7 +318,9 @@ class RouterProcess:
         self._admin = AdminPlane(settings, self._registry, self._why_not_ready, spans, self._tls)
         parts = PinParts(self.frontend, self._validator, self._text, self._authenticator, self.pool, clock)
         store = self._records.store
-        self._admin.add(self._decisions, store, self.status, self._routers, manager, Pins(parts, manager))
+        self._adapters = PoolAdapters(self.pool, self._card.names)
+        pins = Pins(parts, manager)
+        self._admin.add(self._decisions, store, self.status, self._routers, manager, pins, self._adapters)
         shown = pages(settings, self._folder, self.status)
         self._admin.http.add(shown)
         self._tokenizer_info = json.dumps(shown["/tokenizer_info"]()).encode() if settings.tokenizer_info else None
@@ -420,6 +424,7 @@ class RouterProcess:
             metrics=self._public_metrics() if settings.public_metrics else None,
         )
         add_messages(app, parts)
+        app.include_router(adapter_routes(self._adapters, asks_for_keys))
         connections = bounded_connections(settings.http_connections, settings.http_connections_per_peer)
         self._http = await serve_http(
             app,

@@ -29,6 +29,7 @@ from router.config import RouterSettings
 from router.observe.otlp_receiver import OTLP, add_otlp_receiver
 from router.observe.siblings import asked_by_sibling
 from router.observe.trace_store import TraceStore
+from router.workers.adapters import AdapterAtWorker, AdapterManager
 
 INFERENCE: Final = "quire.inference.v1.InferenceService"
 DECISIONS: Final = "quire.decision.v1.DecisionService"
@@ -58,10 +59,11 @@ class AdminPlane:
         routers: Routers,
         manager: ManagerCalls,
         pins: Pins,
+        adapters: AdapterManager,
     ) -> None:
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self.rpc.server)
         add_otlp_receiver(store, self.rpc.server)
-        _add_operators(_OperatorServicer(status, routers, pins, self.http), self.rpc.server)
+        _add_operators(_OperatorServicer(status, routers, pins, self.http, adapters), self.rpc.server)
         manager.add_to(self.rpc.server)
         self.http.add_actions({"/reset_prefix_cache": manager.reset_page}, from_elsewhere=not self._asks_callers)
 
@@ -85,7 +87,10 @@ class AdminPlane:
 class _OperatorServicer:
     """The methods of InferenceService that operators and siblings call."""
 
-    def __init__(self, status: StatusSource, routers: Routers, pins: Pins, http: MetricsServer) -> None:
+    def __init__(
+        self, status: StatusSource, routers: Routers, pins: Pins, http: MetricsServer, adapters: AdapterManager
+    ) -> None:
+        self._adapters = adapters
         self._status, self._routers, self._http = status, routers, http
         self.pin, self.prefetch = pins.pin, pins.prefetch
 
@@ -107,11 +112,38 @@ class _OperatorServicer:
             await self._routers.add_to(loads)
         return loads
 
+    async def load_adapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        found = await self._adapters.load_adapter(request.name, request.path)
+        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(request.name, found))
+
+    async def unload_adapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        await self._adapters.unload_adapter(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def list_adapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        found = self._adapters.list_adapters()
+        return pb.ListAdaptersResponse(adapters=[_adapter_to_proto(name, each) for name, each in found.items()])
+
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests of this process alone when a sibling asks, else of all routers on these ports."""
         if asked_by_sibling(context):
             return pb.AbortResponse(aborted=self._routers.abort_here(request))
         return await self._routers.abort(request)
+
+
+def _adapter_to_proto(name: str, workers: Sequence[AdapterAtWorker]) -> pb.LoadedAdapter:
+    found = [
+        pb.AdapterAtWorker(
+            worker_id=each.worker_id,
+            fingerprint=each.adapter.fingerprint if each.adapter is not None else "",
+            rank=each.adapter.rank if each.adapter is not None else 0,
+            num_bytes=each.adapter.num_bytes if each.adapter is not None else 0,
+            in_memory=each.adapter is not None and each.adapter.in_memory,
+            error=each.error,
+        )
+        for each in workers
+    ]
+    return pb.LoadedAdapter(name=name, workers=found)
 
 
 def _add_operators(servicer: _OperatorServicer, server: aio.Server) -> None:
@@ -134,6 +166,15 @@ def _add_operators(servicer: _OperatorServicer, server: aio.Server) -> None:
         ),
         "Prefetch": grpc.unary_unary_rpc_method_handler(
             servicer.prefetch, pb.PrefetchRequest.FromString, pb.PrefetchResponse.SerializeToString
+        ),
+        "LoadAdapter": grpc.unary_unary_rpc_method_handler(
+            servicer.load_adapter, pb.LoadAdapterRequest.FromString, pb.LoadAdapterResponse.SerializeToString
+        ),
+        "UnloadAdapter": grpc.unary_unary_rpc_method_handler(
+            servicer.unload_adapter, pb.UnloadAdapterRequest.FromString, pb.UnloadAdapterResponse.SerializeToString
+        ),
+        "ListAdapters": grpc.unary_unary_rpc_method_handler(
+            servicer.list_adapters, pb.ListAdaptersRequest.FromString, pb.ListAdaptersResponse.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, handlers),))

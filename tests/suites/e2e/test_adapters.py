@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cli.suite.stack import StackOptions
 from tests.support.adapters import adapter, tokens_of
 from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite, running_suite
+from tests.support.why import quire_why
 
 KIND = "llama"
 PROMPT = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45]
@@ -44,7 +46,7 @@ async def complete(suite: Suite, model: str | None, prompt: list[int] = PROMPT, 
         answer = await client.post(f"{suite.stack.http_url}/v1/completions", json=body)
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()
-    return found
+    return found | {"request_id": answer.headers["x-request-id"]}
 
 
 async def test_a_model_name_selects_the_base_or_an_adapter(adapted: Suite) -> None:
@@ -52,3 +54,102 @@ async def test_a_model_name_selects_the_base_or_an_adapter(adapted: Suite) -> No
     for answer, variant in zip(answers, (None, 0, 1), strict=True):
         assert answer["choices"][0]["token_ids"] == tokens_of(KIND, variant, PROMPT, COUNT)
     assert [answer["model"] for answer in answers[1:]] == ["own-0", "own-1"]
+
+
+async def post(suite: Suite, path: str, **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=60) as client:
+        return await client.post(f"{suite.stack.http_url}{path}", json=body)
+
+
+async def load(suite: Suite, name: str, path: str) -> httpx.Response:
+    return await post(suite, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+
+
+async def unload(suite: Suite, name: str) -> httpx.Response:
+    return await post(suite, "/v1/unload_lora_adapter", lora_name=name)
+
+
+async def models_of(suite: Suite) -> dict[str, dict[str, Any]]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        found = (await client.get(f"{suite.stack.http_url}/v1/models")).json()["data"]
+    return {each["id"]: each for each in found}
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+async def test_models_are_listed_with_their_parent(adapted: Suite) -> None:
+    found = await models_of(adapted)
+    base = next(name for name, each in found.items() if each["parent"] is None)
+    assert {"own-0", "own-1"} <= found.keys()
+    assert found["own-0"]["parent"] == base
+    assert found["own-0"]["root"] != found["own-1"]["root"]
+
+
+async def test_base_and_adapters_share_no_block(adapted: Suite) -> None:
+    prompt = [each + 100 for each in PROMPT]
+    assert [cached(await complete(adapted, name, prompt)) for name in (None, "own-0", "own-1")] == [0, 0, 0]
+    assert [cached(await complete(adapted, name, prompt)) for name in (None, "own-0", "own-1")] == [16, 16, 16]
+
+
+async def test_a_cold_adapter_loads_and_the_request_says_that_it_waited(adapted: Suite, folder: Path) -> None:
+    """Two adapters fit in memory: each of three in turn finds the least recently used one gone."""
+    shutil.copytree(adapter(KIND, 2), folder / "cold")
+    assert (await load(adapted, "cold", "cold")).status_code == 200
+    try:
+        for _ in range(2):
+            for name, variant in (("own-0", 0), ("own-1", 1), ("cold", 2)):
+                answer = await complete(adapted, name)
+                assert tokens(answer) == tokens_of(KIND, variant, PROMPT, COUNT)
+        _, why, _ = await quire_why(adapted, answer["request_id"])
+        assert "waiting for its adapter" in why, why
+    finally:
+        assert (await unload(adapted, "cold")).status_code == 200
+
+
+async def test_a_changed_adapter_under_the_same_name_meets_no_old_block(adapted: Suite, folder: Path) -> None:
+    prompt = [each + 150 for each in PROMPT]
+    shutil.copytree(adapter(KIND, 3), folder / "changing")
+    assert (await load(adapted, "changing", "changing")).status_code == 200
+    before = [await complete(adapted, "changing", prompt) for _ in range(2)]
+    assert [cached(each) for each in before] == [0, 16]
+    shutil.rmtree(folder / "changing")
+    shutil.copytree(adapter(KIND, 4), folder / "changing")
+    assert (await load(adapted, "changing", "changing")).status_code == 200
+    after = [await complete(adapted, "changing", prompt) for _ in range(2)]
+    assert [cached(each) for each in after] == [0, 16]
+    assert tokens(before[1]) == tokens_of(KIND, 3, prompt, COUNT)
+    assert tokens(after[1]) == tokens_of(KIND, 4, prompt, COUNT)
+    assert (await unload(adapted, "changing")).status_code == 200
+    assert (await post(adapted, "/v1/completions", model="changing", prompt=prompt)).status_code == 404
+    assert "changing" not in await models_of(adapted)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status", "words"),
+    [
+        ("../x", "x", 400, "letters, digits, dots"),
+        ("x", "../../etc", 403, "adapters are loaded from below"),
+        ("x", "/etc", 403, "adapters are loaded from below"),
+        ("x", "missing", 400, "has no adapter_config.json"),
+        ("x", "", 400, "lora_path"),
+    ],
+)
+async def test_what_may_not_be_loaded(adapted: Suite, name: str, path: str, status: int, words: str) -> None:
+    answer = await load(adapted, name, path)
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+
+
+async def test_the_name_of_the_base_and_links_out_are_refused(adapted: Suite, folder: Path) -> None:
+    base = next(name for name, each in (await models_of(adapted)).items() if each["parent"] is None)
+    assert "which is the base; choose another name" in (await load(adapted, base, "x")).text
+    (folder / "link").symlink_to(adapter(KIND, 5))
+    assert (await load(adapted, "linked", "link")).status_code == 403
+    assert (await unload(adapted, "never-loaded")).status_code == 404

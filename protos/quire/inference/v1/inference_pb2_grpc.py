@@ -94,6 +94,21 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/LoadAdapter',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/UnloadAdapter',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/ListAdapters',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -185,6 +200,27 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter at every worker, from a folder below their --lora-dir; a name that is in use gets the new
+        content. On the admin plane alone, as the next two.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Lets every worker forget an adapter; requests that run on it end as usual. NOT_FOUND where none knows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -247,6 +283,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.FromString,
                     response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -573,6 +624,87 @@ class InferenceService(object):
             '/quire.inference.v1.InferenceService/Prefetch',
             quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
             quire_dot_inference_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/LoadAdapter',
+            quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/UnloadAdapter',
+            quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/ListAdapters',
+            quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

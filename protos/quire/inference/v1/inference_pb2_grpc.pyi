@@ -43,6 +43,13 @@ class InferenceServiceStub:
     """Lets a prompt's full blocks come into one worker's host memory, from its disk or from another worker, although no
     request waits for them. Answered at once. On the admin plane alone.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadAdapterRequest, _inference_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter at every worker, from a folder below their --lora-dir; a name that is in use gets the new
+    content. On the admin plane alone, as the next two.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]
+    """Lets every worker forget an adapter; requests that run on it end as usual. NOT_FOUND where none knows it."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListAdaptersRequest, _inference_pb2.ListAdaptersResponse]
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -145,5 +152,30 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lets a prompt's full blocks come into one worker's host memory, from its disk or from another worker, although no
         request waits for them. Answered at once. On the admin plane alone.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _inference_pb2.LoadAdapterRequest,
+        context: _aio.ServicerContext[_inference_pb2.LoadAdapterRequest, _abc.Awaitable[_inference_pb2.LoadAdapterResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.LoadAdapterResponse]:
+        """Loads a LoRA adapter at every worker, from a folder below their --lora-dir; a name that is in use gets the new
+        content. On the admin plane alone, as the next two.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _inference_pb2.UnloadAdapterRequest,
+        context: _aio.ServicerContext[_inference_pb2.UnloadAdapterRequest, _abc.Awaitable[_inference_pb2.UnloadAdapterResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.UnloadAdapterResponse]:
+        """Lets every worker forget an adapter; requests that run on it end as usual. NOT_FOUND where none knows it."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _inference_pb2.ListAdaptersRequest,
+        context: _aio.ServicerContext[_inference_pb2.ListAdaptersRequest, _abc.Awaitable[_inference_pb2.ListAdaptersResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.ListAdaptersResponse]: ...
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _aio.Server) -> None: ...

@@ -1,0 +1,95 @@
+"""Changes of adapters for a whole pool: each goes to all connected workers, and each says what it made of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
+from common.contracts.errors import FieldViolation, InvalidRequest, NotFound, QuireError, Unavailable
+from router.placement.adapters import WorkerAdapter
+from router.workers.client import WorkerClient
+from router.workers.pool import WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAtWorker:
+    """What one worker has of an adapter; or why not, if `error` is not empty."""
+
+    worker_id: str
+    adapter: WorkerAdapter | None = None
+    error: str = ""
+
+
+class AdapterManager(Protocol):
+    """What operators do with adapters at run time."""
+
+    async def load_adapter(self, name: str, path: str) -> list[AdapterAtWorker]: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    def list_adapters(self) -> dict[str, list[AdapterAtWorker]]: ...
+
+
+class PoolAdapters:
+    """Implements `AdapterManager` over the workers of a pool."""
+
+    def __init__(self, pool: WorkerPool, reserved: tuple[str, ...]) -> None:
+        """`reserved` are the names of the base."""
+        self._pool, self._reserved = pool, reserved
+
+    async def load_adapter(self, name: str, path: str) -> list[AdapterAtWorker]:
+        """Have every worker load the adapter in a folder, and call it so from now on; return what each has then.
+
+        A name that is in use gets the new content. Raises InvalidRequest for a name that no adapter may have,
+        Unavailable without a worker, and the first worker's reason where none could load it.
+        """
+        if not is_adapter_name(name):
+            raise InvalidRequest(FieldViolation("lora_name", f"is {name[:64]!r}; expected {NAME_WORDS}"))
+        if name in self._reserved:
+            raise InvalidRequest(FieldViolation("lora_name", f"is {name!r}, which is the base; choose another name"))
+        if not path:
+            raise InvalidRequest(FieldViolation("lora_path", "is empty; expected a folder below --lora-dir"))
+        failed = await self._tell(lambda client: client.load_adapter(AdapterRef(name, ""), path))
+        found = self.list_adapters().get(name, [])
+        loaded = [each for each in found if each.worker_id not in failed]
+        if not loaded and failed:
+            raise next(iter(failed.values()))
+        return loaded + [AdapterAtWorker(worker, error=str(error)) for worker, error in failed.items()]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have every worker forget an adapter. Raises NotFound where none knows it, Unavailable without a worker."""
+        if name not in self.list_adapters():
+            raise NotFound(f"adapter {name[:64]!r} is not loaded at any worker")
+        failed = await self._tell(lambda client: client.unload_adapter(name))
+        if error := next((each for each in failed.values() if not isinstance(each, NotFound)), None):
+            raise error
+
+    def list_adapters(self) -> dict[str, list[AdapterAtWorker]]:
+        """Return what each worker knows, by name."""
+        found: dict[str, list[AdapterAtWorker]] = {}
+        for model in self._pool.models():
+            for name, adapter in model.adapters.by_name.items():
+                found.setdefault(name, []).append(AdapterAtWorker(model.worker_id, adapter))
+        return dict(sorted(found.items()))
+
+    async def _tell(self, ask: Callable[[WorkerClient], asyncio.Future[None]]) -> dict[str, QuireError]:
+        """Ask every connected worker; return the errors by worker."""
+        models = list(self._pool.models())
+        if not models:
+            raise Unavailable("no worker is connected; try again when one is")
+        failed: dict[str, QuireError] = {}
+        answers = {}
+        for model in models:
+            try:
+                answers[model.worker_id] = ask(self._pool.client(model))
+            except QuireError as error:
+                failed[model.worker_id] = error
+        await asyncio.wait(answers.values()) if answers else None
+        for worker, answer in answers.items():
+            error = answer.exception()
+            if isinstance(error, QuireError):
+                failed[worker] = error
+        return failed
