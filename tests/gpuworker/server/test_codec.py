@@ -56,6 +56,36 @@ def convert(message: pb.Submit, fork_of: int | None = None, traceparent: str = "
     return engine_request(message, SEQUENCE, None if fork_of is None else SequenceId(fork_of), LIMITS, traceparent)
 
 
+CONTENT = "0123456789abcdef" * 4
+
+
+def test_the_content_of_an_adapter_roots_the_chain() -> None:
+    named = {"adapter": "sql", "adapter_fingerprint": CONTENT}
+    root = root_digest("model", "tokenizer", 4, b"", [("adapter", CONTENT)])
+    links = block_digests(root, PROMPT, 4)
+    chain = {"block_hashes": b"".join(map(block_hash_of, links)), "parent_digest": links[-1]}
+    assert convert(submit(**named, **chain)).new.parent_digest == links[-1] != LINKS[-1]
+    with pytest.raises(InvalidRequest, match="block 0 has not the hash of its tokens"):
+        convert(submit(**named))
+    with pytest.raises(InvalidRequest, match="block 0 has not the hash of its tokens"):
+        convert(submit(**chain))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"adapter": "sql"}, "needs its name and its fingerprint"),
+        ({"adapter_fingerprint": CONTENT}, "needs its name and its fingerprint"),
+        ({"adapter": "../sql", "adapter_fingerprint": CONTENT}, "cannot be a name"),
+        ({"adapter": "sql", "adapter_fingerprint": CONTENT[1:]}, "expected a SHA-256"),
+        ({"adapter": "sql", "adapter_fingerprint": CONTENT.upper()}, "expected a SHA-256"),
+    ],
+)
+def test_an_adapter_has_a_name_and_a_content(fields: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        convert(submit(**fields))
+
+
 def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     request = convert(submit(priority=-5, eos_token_ids=[2, 5], tracestate="a=1"), fork_of=1, traceparent="t")
     new = request.new

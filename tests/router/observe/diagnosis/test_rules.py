@@ -116,6 +116,15 @@ def test_a_wait_behind_the_head_of_the_queue_names_the_head() -> None:
     )
 
 
+def test_a_wait_for_an_adapter_names_it_and_the_worker_that_loads_it() -> None:
+    slow = replace(CALM, before=seconds(adapter=0.9, prefill=0.1), adapter="sql", adapter_worker="worker-1")
+    found = asked(slow, routed(), granted(0.0))
+    assert found.verdict.cause is Cause.ADAPTER
+    assert found.verdict.sentence == (
+        "90 % of the 1.0 s to the first token: it waited for adapter sql to load on worker-1."
+    )
+
+
 def test_a_wait_for_a_checkpoint_names_whose_it_is() -> None:
     slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
     found = asked(slow, routed(), short(ShortfallReason.CHECKPOINT, head="twin"), granted(1.8))

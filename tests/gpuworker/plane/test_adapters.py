@@ -1,0 +1,132 @@
+"""A worker's adapters: loads go beside other work, stay within the folder, and name what changed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.contracts.adapters import AdapterRef
+from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, PermissionDenied
+from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
+from gpuworker.plane.adapters import AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
+
+CONTENT = "a" * 64
+
+
+class Folders:
+    """Reads folders without files: the content of each is what a test says, and a read can be held."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, str] = {}
+        self.reads: list[str] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def read(self, folder: Path) -> ReadAdapter:
+        self.reads.append(folder.name)
+        self.begun.set()
+        assert self.go_on.wait(60)
+        if folder.name not in self.contents:
+            raise UnfitAdapter("it is not there")
+        return ReadAdapter(self.contents[folder.name], 4, 100, f"weights of {folder.name}")
+
+
+def opened(folders: Folders, root: Path | None = None, most: int = 2) -> AdapterStore:
+    return AdapterStore(folders.read, AdapterLimits(most, root), lambda: None)
+
+
+def known(store: AdapterStore) -> dict[str, bool]:
+    return {each.name: each.in_memory for each in store.message().adapters}
+
+
+def test_all_of_the_command_line_are_read_and_the_first_stay() -> None:
+    folders = Folders()
+    folders.contents = {"a": "1", "b": "2", "c": "3"}
+    store = opened(folders)
+    store.load_at_start((name, Path(name)) for name in "abc")
+    assert known(store) == {"a": True, "b": True, "c": False}
+
+
+def test_all_unfit_ones_are_named_at_once() -> None:
+    folders = Folders()
+    folders.contents = {"a": "1"}
+    with pytest.raises(InvalidConfig) as refused:
+        opened(folders).load_at_start((name, Path(name)) for name in "axy")
+    found = [(each.field, each.description) for each in refused.value.violations]
+    assert found == [("--lora", f"{name}={name}: it is not there") for name in "xy"]
+
+
+async def test_steps_go_on_while_an_adapter_is_read(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT}, opened(folders, tmp_path)
+    folders.go_on.clear()
+    load = asyncio.create_task(store.load(AdapterRef("sql", ""), "a"))
+    await asyncio.to_thread(folders.begun.wait, 60)
+    assert known(store) == {}  # the loop is free, and nothing is half there
+    folders.go_on.set()
+    await load
+    assert store.find("sql", CONTENT).weights == "weights of a"
+    assert store.load_seconds > 0.0
+
+
+async def test_a_cold_one_is_read_again_and_one_in_memory_is_not(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
+    await store.load(AdapterRef("a", ""), "a")
+    await store.load(AdapterRef("a", CONTENT))
+    assert folders.reads == ["a"]
+    await store.load(AdapterRef("b", ""), "b")
+    assert known(store) == {"a": False, "b": True}
+    await store.load(AdapterRef("a", CONTENT))
+    assert known(store) == {"a": True, "b": False}
+    assert folders.reads == ["a", "b", "a"]
+
+
+async def test_one_that_changed_on_disk_is_no_other_adapter_under_its_name(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
+    await store.load(AdapterRef("a", ""), "a")
+    await store.load(AdapterRef("b", ""), "b")
+    folders.contents["a"] = "changed"
+    with pytest.raises(InvalidRequest, match=r"has changed in .* since it was loaded under this name; load it again"):
+        await store.load(AdapterRef("a", CONTENT))
+    await store.load(AdapterRef("a", ""), "a")
+    assert store.find("a", "changed").fingerprint == "changed"
+
+
+@pytest.mark.parametrize("path", ["..", "../x", "/etc", "a/../../x"])
+async def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
+    store = opened(Folders(), tmp_path / "root")
+    with pytest.raises(PermissionDenied, match="are loaded from below"):
+        await store.load(AdapterRef("x", ""), path)
+
+
+@pytest.mark.parametrize("path", ["x" * (MAX_ADAPTER_PATH_CHARS + 1), "x\0y"])
+async def test_a_path_is_bounded(tmp_path: Path, path: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_ADAPTER_PATH_CHARS} characters"):
+        await opened(Folders(), tmp_path).load(AdapterRef("x", ""), path)
+
+
+async def test_without_a_folder_nothing_is_loaded_from_anywhere() -> None:
+    with pytest.raises(PermissionDenied, match="start it with --lora-dir"):
+        await opened(Folders()).load(AdapterRef("x", ""), "x")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "x" * 129, "x\n"])
+async def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="letters, digits, dots"):
+        await opened(Folders(), tmp_path).load(AdapterRef(name, ""), "x")
+
+
+async def test_routers_are_told_of_each_change(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store, told = {"a": CONTENT}, opened(folders, tmp_path), list[dict[str, bool]]()
+    store.changed = lambda: told.append(known(store))
+    await store.load(AdapterRef("a", ""), "a")
+    store.unload("a")
+    assert told == [{"a": True}, {}]
+    with pytest.raises(NotFound):
+        store.unload("a")

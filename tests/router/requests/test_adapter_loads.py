@@ -1,0 +1,98 @@
+"""Requests that wait for the same adapter at one worker share a load; a full memory is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from common.contracts.adapters import AdapterRef
+from common.contracts.clock import ManualClock
+from common.contracts.errors import DeadlineExceeded, NotFound, Overloaded, QuotaViolation
+from router.requests.adapter_loads import AdapterLoads
+from router.workers.client import WorkerClient
+
+SQL = AdapterRef("sql", "1" * 64)
+FULL = Overloaded(QuotaViolation("worker.loras", "all are in use"), 1.0)
+
+
+class Client:
+    """A worker's connection whose loads a test answers."""
+
+    def __init__(self) -> None:
+        self.loads: list[asyncio.Future[None]] = []
+        self.asked = asyncio.Event()
+
+    def load_adapter(self, wanted: AdapterRef, path: str = "") -> asyncio.Future[None]:
+        assert (wanted, path) == (SQL, "")
+        self.loads.append(asyncio.get_running_loop().create_future())
+        self.asked.set()
+        return self.loads[-1]
+
+    async def next_load(self) -> asyncio.Future[None]:
+        async with asyncio.timeout(60):
+            await self.asked.wait()
+        self.asked.clear()
+        return self.loads[-1]
+
+
+def begin(
+    loads: AdapterLoads, client: Client, deadline: float | None = None
+) -> tuple[asyncio.Task[None], asyncio.Event]:
+    interrupted = asyncio.Event()
+    wait = loads.load(cast("WorkerClient", client), SQL, deadline, interrupted)
+    return asyncio.create_task(wait), interrupted
+
+
+async def test_two_requests_share_a_load() -> None:
+    loads, client = AdapterLoads(ManualClock().monotonic), Client()
+    (first, _), (second, _) = begin(loads, client), begin(loads, client)
+    (await client.next_load()).set_result(None)
+    await asyncio.gather(first, second)
+    assert len(client.loads) == 1
+    third, _ = begin(loads, client)
+    (await client.next_load()).set_result(None)
+    await third
+    assert len(client.loads) == 2
+
+
+async def test_a_request_that_is_interrupted_leaves_and_the_load_goes_on() -> None:
+    loads, client = AdapterLoads(ManualClock().monotonic), Client()
+    (first, interrupted), (second, _) = begin(loads, client), begin(loads, client)
+    load = await client.next_load()
+    interrupted.set()
+    await first
+    assert not second.done()
+    load.set_result(None)
+    await second
+
+
+async def test_a_full_memory_is_asked_again_and_then_refuses() -> None:
+    clock = ManualClock()
+    loads, client = AdapterLoads(clock.monotonic, patience=5.0), Client()
+    waiting, _ = begin(loads, client)
+    (await client.next_load()).set_exception(FULL)
+    (await client.next_load()).set_exception(FULL)
+    third = await client.next_load()
+    clock.advance(5.0)
+    third.set_exception(FULL)
+    with pytest.raises(Overloaded):
+        await waiting
+    assert len(client.loads) == 3
+
+
+async def test_the_workers_reason_ends_all_that_wait() -> None:
+    loads, client = AdapterLoads(ManualClock().monotonic), Client()
+    waiting = [begin(loads, client)[0] for _ in range(2)]
+    (await client.next_load()).set_exception(NotFound("adapter 'sql' is not known at this worker; load it"))
+    found: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in found] == [NotFound, NotFound]
+
+
+async def test_a_deadline_that_has_passed_is_no_wait() -> None:
+    clock = ManualClock()
+    loads, client = AdapterLoads(clock.monotonic), Client()
+    waiting, _ = begin(loads, client, deadline=clock.monotonic())
+    with pytest.raises(DeadlineExceeded, match="while adapter sql was loaded"):
+        await waiting
