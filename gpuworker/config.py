@@ -134,7 +134,9 @@ class EngineSettings(Settings):
         "repeatable",
     )
     lora_dir: Path | None = Field(
-        None, description="folder below which adapters may be loaded at run time (`quire adapters`); unset: none are"
+        None,
+        description="folder that is watched: each folder in it is an adapter under its own name, and from anywhere "
+        "below it adapters are loaded at run time (`quire adapters`); unset: none are",
     )
     max_loras: Count | None = Field(
         None,

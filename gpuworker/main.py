@@ -208,7 +208,8 @@ class Worker:
         OrphanCollector(self._servicer.orphans, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
-        adapters = plane.served_adapters
+        if (adapters := plane.served_adapters) is not None:
+            self._supervisor.run_task("watch of adapters", adapters.watch)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars, adapters))
 
     def _attach_of(self, plane: DataPlane, worker_id: str) -> Attach:

@@ -67,7 +67,12 @@ class _Runner:
         self._due = 0.0
 
     def add_sequence(
-        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+        self,
+        sequence: SequenceId,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        adapter: object | None = None,
     ) -> None:
         """The tokens are known since the submission."""
 

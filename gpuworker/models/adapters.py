@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -26,7 +25,8 @@ from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import layer_tensors
 from gpuworker.native.llama import LoraLayerStruct, LoraStruct
 
-_LANES: Final = 16  # floats of a vector of the library
+_LANES: Final = 16  # numbers of a vector of the library
+QUIRE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # quire_type
 
 
 class PreparedAdapter(Protocol):
@@ -84,15 +84,17 @@ class AdaptedModel(Protocol):
 class NativeAdapter:
     """An adapter as the library reads it: one piece of memory, and a structure for each layer that points into it."""
 
-    def __init__(self, num_layers: int, parts: Sequence[tuple[NativePlace, LowRank]]) -> None:
+    def __init__(self, num_layers: int, parts: Sequence[tuple[NativePlace, LowRank]], dtype: torch.dtype) -> None:
+        """The factors are held in `dtype`, float32 or bfloat16, which is that of the model."""
         sizes = [len(part.a) * (_padded(place.inputs) + _padded(place.outputs)) for place, part in parts]
-        self._memory = np.zeros(sum(sizes), dtype=np.float32)
+        self._memory = torch.zeros(sum(sizes), dtype=dtype)
         self.layers = (LoraLayerStruct * num_layers)()
         at = 0
         for (place, part), size in zip(parts, sizes, strict=True):
             a = self._copy(at, part.a)
-            b = self._copy(at + a.size, part.b.T)
-            struct = LoraStruct(a.ctypes.data, b.ctypes.data, place.first, place.outputs, len(part.a))
+            b = self._copy(at + a.numel(), part.b.T)
+            where = a.data_ptr(), b.data_ptr()
+            struct = LoraStruct(*where, place.first, place.outputs, len(part.a), QUIRE_TYPES[dtype])
             getattr(self.layers[place.layer], place.role)[place.place] = struct
             at += size
 
@@ -100,11 +102,11 @@ class NativeAdapter:
     def num_bytes(self) -> int:
         return self._memory.nbytes
 
-    def _copy(self, at: int, values: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Copy rows into the memory from float `at` on, each padded with zeros to whole vectors."""
+    def _copy(self, at: int, values: torch.Tensor) -> torch.Tensor:
+        """Copy rows into the memory from number `at` on, each padded with zeros to whole vectors."""
         rank, width = len(values), _padded(values.shape[1])
-        rows = self._memory[at : at + rank * width].reshape(rank, width)
-        rows[:, : values.shape[1]] = values.numpy()
+        rows = self._memory[at : at + rank * width].view(rank, width)
+        rows[:, : values.shape[1]] = values
         return rows
 
 
@@ -137,10 +139,10 @@ def native_places(spec: LlamaSpec) -> dict[str, NativePlace]:
     return found
 
 
-def native_adapter(spec: LlamaSpec, adapter: LoraAdapter) -> NativeAdapter:
-    """Return an adapter in the form that the library reads."""
+def native_adapter(spec: LlamaSpec, adapter: LoraAdapter, dtype: torch.dtype) -> NativeAdapter:
+    """Return an adapter in the form that the library reads, its factors in the type of the model."""
     places = native_places(spec)
-    return NativeAdapter(spec.num_layers, [(places[name], part) for name, part in adapter.parts.items()])
+    return NativeAdapter(spec.num_layers, [(places[name], part) for name, part in adapter.parts.items()], dtype)
 
 
 def pointers_of(step: StepAdapters) -> tuple[Any, Int32Array]:

@@ -90,7 +90,7 @@ class Step {
     int64_t count = 8;
     for (int n = 0; n < model_.num_layers; ++n) {
       count += (model_.layers[n].added ? 22 : 14) + kAttendPhases * pieces_of(parts_, n);
-      if (run_.adapters) count += 8;
+      if (run_.adapters) count += 4;
     }
     if (model_.ranks) count += 4 + 10 * static_cast<int64_t>(model_.num_layers);
     return count;
@@ -272,8 +272,7 @@ class Step {
   void adapt(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], const quire_linear& w, const Input& in,
              const Adapted& rows, const Output& out) {
     if (rows.blocks.empty()) return;
-    shrink<kParts>(me, n, role, w, in, rows, [](const LoraBlock&) {});
-    expand<kParts>(me, n, role, w.n, rows, static_cast<float*>(out.data), out.stride, 0);
+    add_adapters(me, n, role, w, in, rows, static_cast<float*>(out.data), out.stride, 0, [](const LoraBlock&) {});
   }
 
   // Makes what the adapters of rows add to gate and up, from the inputs of their product; returns the product's output
@@ -281,35 +280,35 @@ class Step {
   Output adapted_gate(Member& me, int n, const quire_linear& w, const Input& in, const Adapted& rows, Output out) {
     if (rows.blocks.empty()) return out;
     const int64_t half = whole_vectors(w.n / 2);
-    shrink<2>(me, n, &quire_lora_layer::gate_up, w, in, rows, [&](const LoraBlock& block) {
+    const auto clear = [&](const LoraBlock& block) {
       for (int r = 0; r < block.count; ++r) {
         float* added = scratch_.lora_added + block.rows[r] * 2 * half;
         std::fill(added, added + 2 * half, 0.0f);
       }
-    });
-    expand<2>(me, n, &quire_lora_layer::gate_up, w.n / 2, rows, scratch_.lora_added, 2 * half, half);
+    };
+    add_adapters(me, n, &quire_lora_layer::gate_up, w, in, rows, scratch_.lora_added, 2 * half, half, clear);
     out.added = scratch_.lora_added;
     out.added_half = half;
     out.adds = rows.adapters.data();
     return out;
   }
 
-  int64_t lora_floats() const { return whole_vectors(model_.lora_rank); }
-
-  float* lora_sums(int64_t row, int part) const { return scratch_.lora_sums + (row * 3 + part) * lora_floats(); }
-
-  // A · x of all parts of a linear, as a phase; calls also(block) for each block.
-  template <int kParts, typename Also>
-  void shrink(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], const quire_linear& w, const Input& in,
-              const Adapted& rows, Also&& also) {
+  // Adds B · (A · x) to rows of floats, as one phase with a piece for each block; calls before(block) first. The outputs
+  // of part p lie p · part_stride floats behind those of the first one.
+  template <int kParts, typename Before>
+  void add_adapters(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], const quire_linear& w,
+                    const Input& in, const Adapted& rows, float* data, int64_t stride, int64_t part_stride,
+                    Before&& before) {
     const int64_t size = whole_vectors(w.k);
     me.team.phase(static_cast<int64_t>(rows.blocks.size()), [&](int64_t piece) {
       const LoraBlock& block = rows.blocks[piece];
-      static thread_local std::vector<float> own;
-      own.resize(kLoraRows * size);
+      static thread_local std::vector<float> inputs, sums;
+      inputs.resize(kLoraRows * size);
+      sums.resize(kLoraRows * model_.lora_rank);
+      before(block);
       const float* x[kLoraRows] = {};
       for (int r = 0; r < block.count; ++r) {
-        float* row = own.data() + r * size;
+        float* row = inputs.data() + r * size;
         std::fill(row + w.k, row + size, 0.0f);
         get_row(w, in, block.rows[r], row);
         x[r] = row;
@@ -318,32 +317,13 @@ class Step {
         const quire_lora& lora = (run_.adapters[block.adapter][n].*role)[part];
         if (!lora.rank) continue;
         float* out[kLoraRows] = {};
-        for (int r = 0; r < block.count; ++r) out[r] = lora_sums(block.rows[r], part);
-        with_rows(block.count, [&](auto count) { shrink_rows<count>(x, lora.a, lora.rank, size, out); });
-      }
-      also(block);
-    });
-  }
-
-  // Adds B · (A · x) to rows of floats, as a phase; those of part p lie p · part_stride floats behind the first ones.
-  template <int kParts>
-  void expand(Member& me, int n, quire_lora (quire_lora_layer::*role)[kParts], int64_t columns, const Adapted& rows,
-              float* data, int64_t stride, int64_t part_stride) {
-    const int64_t pieces = (columns + kLoraColumns - 1) / kLoraColumns;
-    me.team.phase(static_cast<int64_t>(rows.blocks.size()) * pieces, [&](int64_t piece) {
-      const LoraBlock& block = rows.blocks[piece / pieces];
-      for (int part = 0; part < kParts; ++part) {
-        const quire_lora& lora = (run_.adapters[block.adapter][n].*role)[part];
-        const int64_t first = piece % pieces * kLoraColumns, count = std::min(kLoraColumns, lora.n - first);
-        if (!lora.rank || count < 1) continue;
-        const float* sums[kLoraRows] = {};
-        float* out[kLoraRows] = {};
-        for (int r = 0; r < block.count; ++r) {
-          sums[r] = lora_sums(block.rows[r], part);
-          out[r] = data + block.rows[r] * stride + part * part_stride + lora.first + first;
-        }
-        with_rows(block.count, [&](auto rows_there) {
-          expand_rows<rows_there>(sums, lora.b + first, lora.rank, whole_vectors(lora.n), count, out);
+        for (int r = 0; r < block.count; ++r) out[r] = data + block.rows[r] * stride + part * part_stride + lora.first;
+        with_rows(block.count, [&](auto count) {
+          if (lora.type == QUIRE_F32) {
+            add_low_rank<count, float>(lora, x, size, sums.data(), out);
+          } else {
+            add_low_rank<count, bf16>(lora, x, size, sums.data(), out);
+          }
         });
       }
     });
@@ -953,7 +933,6 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
   out.inputs = floats(model.inputs ? tokens * model.inputs->projection.n : 0);
   out.gated = floats(most_rows * input);
   const int64_t adapted = model.lora_rank ? most_rows : 0;
-  out.lora_sums = floats(adapted * 3 * whole_vectors(model.lora_rank));
   out.lora_added = floats(adapted * 2 * most(model, [](Layer layer) { return whole_vectors(layer.gate_up.n / 2); }));
   const auto has_shared = [](Layer layer) { return layer.experts && layer.experts->shared.gate_up.memory; };
   out.shares = floats(most_rows * most(model, has_shared));

@@ -152,7 +152,7 @@ class LoraStruct(ctypes.Structure):
         *((name, _pointer) for name in ("a", "b")),
         *((name, _int64) for name in ("first", "n")),
         ("rank", _int32),
-        ("reserved", _int32),
+        ("type", _int32),
     )
 
 

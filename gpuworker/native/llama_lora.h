@@ -12,8 +12,7 @@
 
 namespace quire {
 
-constexpr int kLoraRows = 4;          // rows of a block: their sums stay in registers
-constexpr int64_t kLoraColumns = 512;  // outputs that a piece of work computes
+constexpr int kLoraRows = 4;  // rows of a block: their sums stay in registers
 
 // The smallest multiple of a vector that holds so many floats.
 inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
@@ -44,12 +43,12 @@ inline std::vector<LoraBlock> lora_blocks(const LoraRows& adapters, int64_t num_
 }
 
 // out[r][j] = x[r] · a[j]. Rows of x and of A [rank, size] have whole vectors.
-template <int kRows>
-void shrink_rows(const float* const* x, const float* a, int64_t rank, int64_t size, float* const* out) {
+template <int kRows, typename T>
+void shrink_rows(const float* const* x, const T* a, int64_t rank, int64_t size, float* const* out) {
   for (int64_t j = 0; j < rank; j += 2) {
     const bool two = j + 1 < rank;
-    const float* first = a + j * size;
-    const float* second = two ? first + size : first;
+    const T* first = a + j * size;
+    const T* second = two ? first + size : first;
     Vec left[kRows], right[kRows];
     for (int r = 0; r < kRows; ++r) left[r] = right[r] = Vec::zero();
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -68,8 +67,8 @@ void shrink_rows(const float* const* x, const float* a, int64_t rank, int64_t si
 }
 
 // out[r][c] += sum over j of u[r][j] · b[j][c], for `count` columns. Rows of B lie `stride` floats apart.
-template <int kRows>
-void expand_rows(const float* const* u, const float* b, int64_t rank, int64_t stride, int64_t count, float* const* out) {
+template <int kRows, typename T>
+void expand_rows(const float* const* u, const T* b, int64_t rank, int64_t stride, int64_t count, float* const* out) {
   for (int64_t c = 0; c < count; c += kLanes) {
     Vec sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = Vec::zero();
@@ -88,6 +87,15 @@ void expand_rows(const float* const* u, const float* b, int64_t rank, int64_t st
       for (int64_t i = 0; i < count - c; ++i) to[i] += lanes[i];
     }
   }
+}
+
+// Adds B · (A · x) to rows of outputs. `sums` has room for kLoraRows times the rank; rows of A have `size` floats.
+template <int kRows, typename T>
+void add_low_rank(const quire_lora& lora, const float* const* x, int64_t size, float* sums, float* const* out) {
+  float* u[kRows];
+  for (int r = 0; r < kRows; ++r) u[r] = sums + r * lora.rank;
+  shrink_rows<kRows>(x, static_cast<const T*>(lora.a), lora.rank, size, u);
+  expand_rows<kRows>(u, static_cast<const T*>(lora.b), lora.rank, whole_vectors(lora.n), lora.n, out);
 }
 
 // Calls body with the number of rows of a block as a constant.

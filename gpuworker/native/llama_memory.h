@@ -19,7 +19,6 @@ struct LlamaScratch {
   float* from_experts;  // [T, hidden], their outputs
   float* inputs;        // [T, count · size], what layers take of tokens besides
   float* gated;         // [T, size], by what that is multiplied
-  float* lora_sums;     // [T, 3 lora_rank], A · x of the adapters of rows, whole vectors each
   float* lora_added;    // [T, 2 halves of gate_up], what adapters add before the gate is applied
   void *normed, *attended, *attended_kept, *inner, *head, *experts, *of_gates, *of_shared;
   size_t bytes;

@@ -133,11 +133,11 @@ typedef struct {
 // What an adapter adds to some outputs of a linear: B · (A · x). Rows of A and of the transposed B are padded with zeros
 // to whole vectors of 16.
 typedef struct {
-  const float *a;      // [rank, k]
-  const float *b;      // [rank, n], times the adapter's scale
+  const void *a;       // [rank, k]
+  const void *b;       // [rank, n], times the adapter's scale
   int64_t first, n;    // the outputs; of gate_up counted within gate, or within up
   int32_t rank;        // 0: nothing
-  int32_t reserved;
+  int32_t type;        // quire_type of A and B: float32 or bfloat16
 } quire_lora;
 
 // Of one layer: q, k, v; what the mixer's product is; gate, up; down.

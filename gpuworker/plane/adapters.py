@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
-from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied
-from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
+from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, QuireError
+from common.contracts.limits import MAX_ADAPTER_PATH_CHARS, MAX_ADAPTERS
 from gpuworker.scheduling.adapter_table import Adapter, AdapterTable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 log = logging.getLogger(__name__)
+ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+WATCH_SECONDS: Final = 1.0
+"""Between two looks at the folder of --lora-dir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class UnfitAdapter(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """How many adapters are in memory at once, and below which folder run-time loads may read; None: nowhere."""
+    """How many adapters are in memory at once, and below which folder, with links followed, others are; None: none."""
 
     max_held: int
     root: Path | None = None
@@ -54,6 +58,9 @@ class AdapterStore:
         self._table = AdapterTable(limits.max_held)
         self._thread = ThreadPoolExecutor(1, "quire-adapters", initializer=begin_thread)
         self._turn = asyncio.Lock()  # of loads: one reads at a time
+        # Of the root's folders: what the last look saw, and what was taken in.
+        self._seen: dict[str, Stamp] = {}
+        self._taken: dict[str, Stamp] = {}
         self.changed: Callable[[], None] = lambda: None
         """Called when what routers should know has changed."""
         self.load_seconds = 0.0
@@ -136,11 +143,60 @@ class AdapterStore:
         if not path or len(path) > MAX_ADAPTER_PATH_CHARS or "\0" in path:
             what = f"expected the path of a folder, at most {MAX_ADAPTER_PATH_CHARS} characters"
             raise InvalidRequest(FieldViolation("lora_path", what))
-        root = root.resolve()
         folder = (root / path).resolve()
         if not folder.is_relative_to(root):
             raise PermissionDenied(f"adapters are loaded from below {root} alone; copy the folder there")
         return folder
+
+    # ------------------------------------------------------------ the folder
+
+    async def watch(self) -> None:
+        """Keep the names of the root's folders known, until this task is cancelled."""
+        while True:
+            await self.look_at_root()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def look_at_root(self) -> None:
+        """Take in what has changed below the root since the last look.
+
+        A folder is an adapter under its own name, from the second look on that finds it as it is: it is written by
+        then. One that has gone is forgotten. What a load or the command line named stays as it is.
+        """
+        if self._limits.root is None:
+            return
+        before, self._seen = (
+            self._seen,
+            await asyncio.get_running_loop().run_in_executor(self._thread, _folders_of, self._limits.root),
+        )
+        for name, stamp in self._seen.items():
+            if before.get(name) == stamp and self._taken.get(name) != stamp:
+                self._taken[name] = stamp
+                await self._take_folder(name, self._limits.root / name)
+        for name in self._taken.keys() - self._seen.keys():
+            del self._taken[name]
+            known = self._known(name)
+            if known is not None and Path(known.source) == self._limits.root / name:
+                self.unload(name)
+
+    async def _take_folder(self, name: str, folder: Path) -> None:
+        known = self._known(name)
+        if known is not None and Path(known.source) != folder:
+            log.warning("the folder %s is passed over: %s is loaded from %s", folder, name, known.source)
+            return
+        async with self._turn:
+            try:
+                read = await self._read_beside(self._below_root(name))
+                adapter = self._table.add(_adapter_of(name, folder, read))
+            except QuireError as refused:
+                log.warning("the adapter in %s cannot be served: %s", folder, refused)
+                return
+            if adapter.weights is None and self._table.num_held < self._limits.max_held:
+                self._table.fill(adapter, read.weights)
+        log.info("adapter %s is known", name, extra={"source": str(folder)})
+        self.changed()
+
+    def _known(self, name: str) -> Adapter | None:
+        return next((each for each in self._table.known if each.name == name), None)
 
     def unload(self, name: str) -> None:
         """Forget an adapter; its memory is free once its last sequence has ended. Raises NotFound."""
@@ -164,6 +220,30 @@ class AdapterStore:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+Stamp = tuple[int, int, int, int]
+"""When the two files of an adapter were written, and their sizes."""
+
+
+def _folders_of(root: Path) -> dict[str, Stamp]:
+    """Return the folders below the root that may be adapters, by their names, a bounded number of them."""
+    found: dict[str, Stamp] = {}
+    try:
+        folders = sorted(root.iterdir())
+    except OSError as error:
+        log.warning("the folder %s cannot be read: %s", root, error.strerror or error)
+        return found
+    for folder in folders:
+        if len(found) == MAX_ADAPTERS or not is_adapter_name(folder.name):
+            continue
+        try:
+            config, weights = (folder / name for name in ADAPTER_FILES)
+            stats = config.stat(), weights.stat()
+        except OSError:
+            continue
+        found[folder.name] = (*(each.st_mtime_ns for each in stats), *(each.st_size for each in stats))  # type: ignore[assignment]
+    return found
 
 
 def _adapter_of(name: str, folder: Path, read: ReadAdapter) -> Adapter:

@@ -394,7 +394,7 @@ def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaM
         prepared = model.prepare_adapter(found)
         return ReadAdapter(found.fingerprint, found.rank, prepared.num_bytes, prepared)
 
-    root = None if settings.lora_dir is None else settings.lora_dir.expanduser()
+    root = None if settings.lora_dir is None else settings.lora_dir.expanduser().resolve()
     store = AdapterStore(read, AdapterLimits(settings.most_loras, root), lambda: torch.set_num_threads(1))
     pairs = (value.partition("=") for value in settings.lora)
     store.load_at_start((name, Path(folder).expanduser()) for name, _, folder in pairs)

@@ -85,11 +85,11 @@ class PoolAdapters:
         for model in models:
             try:
                 answers[model.worker_id] = ask(self._pool.client(model))
-            except QuireError as error:
-                failed[model.worker_id] = error
-        await asyncio.wait(answers.values()) if answers else None
+            except QuireError as gone:
+                failed[model.worker_id] = gone
+        if answers:
+            await asyncio.wait(answers.values())
         for worker, answer in answers.items():
-            error = answer.exception()
-            if isinstance(error, QuireError):
-                failed[worker] = error
+            if isinstance(refused := answer.exception(), QuireError):
+                failed[worker] = refused
         return failed

@@ -140,8 +140,8 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         prediction_token_ids=little_endian_int32(submission.prediction),
         continuation=continuation_to_proto(submission.continuation),
         retention=tokens_to_proto(submission.retention),
-        adapter=None if submission.adapter is None else submission.adapter.name,
-        adapter_fingerprint=None if submission.adapter is None else submission.adapter.fingerprint,
+        adapter=submission.adapter.name if submission.adapter is not None else "",
+        adapter_fingerprint=submission.adapter.fingerprint if submission.adapter is not None else "",
         **constrained,
     )
 

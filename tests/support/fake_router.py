@@ -144,6 +144,15 @@ class RouterDouble(rpc.InferenceServiceServicer):
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         raise NotImplementedError
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        raise NotImplementedError
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        raise NotImplementedError
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        raise NotImplementedError
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         await self._ask(request, context)
         worker = pb.WorkerStatus(worker_id="worker-0", state="connected", num_blocks=64, manager_attached=True)

@@ -152,7 +152,7 @@ class LlamaCpuModel:
 
     def prepare_adapter(self, adapter: LoraAdapter) -> NativeAdapter:
         """Implement `AdaptedModel`."""
-        return native_adapter(self.packed.spec, adapter)
+        return native_adapter(self.packed.spec, adapter, self.dtype)
 
     def parts_of(self, attention: AttentionBackend) -> NativeParts:
         """Return what the library attends by. Raises TypeError for attention that it cannot call."""

@@ -31,6 +31,7 @@ from router.contracts.ports import CallContext, Frontend, ModelCard, RequestVali
 from router.observe.siblings import Siblings
 
 _NUMBER_BYTES: Final = 4
+_OF_ADAPTERS: Final = "adapters are for operators; ask the router's admin plane, as `quire adapters` does"
 # What GetStatus leaves out for callers who are not operators, and where each has a key: of the answer, and of a worker.
 _OF_OPERATORS: Final = ("discovery_problem", "managers"), ("address", "reason")
 _OF_OTHERS: Final = (
@@ -200,6 +201,15 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         """Raises Unsupported: the admin plane prefetches."""
         raise Unsupported("Prefetch is for operators; ask the router's admin plane, as `quire prefetch` does")
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        raise Unsupported(_OF_ADAPTERS)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        raise Unsupported(_OF_ADAPTERS)
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        raise Unsupported(_OF_ADAPTERS)
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Return each worker's load to an admin tenant: it shows what others do. Raises PermissionDenied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from common.contracts.adapters import AdapterRef
 from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, PermissionDenied
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
-from gpuworker.plane.adapters import AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
+from gpuworker.plane.adapters import ADAPTER_FILES, AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
 
 CONTENT = "a" * 64
 
@@ -99,7 +100,7 @@ async def test_one_that_changed_on_disk_is_no_other_adapter_under_its_name(tmp_p
 
 @pytest.mark.parametrize("path", ["..", "../x", "/etc", "a/../../x"])
 async def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
-    store = opened(Folders(), tmp_path / "root")
+    store = opened(Folders(), (tmp_path / "root").resolve())
     with pytest.raises(PermissionDenied, match="are loaded from below"):
         await store.load(AdapterRef("x", ""), path)
 
@@ -130,3 +131,68 @@ async def test_routers_are_told_of_each_change(tmp_path: Path) -> None:
     assert told == [{"a": True}, {}]
     with pytest.raises(NotFound):
         store.unload("a")
+
+
+# ------------------------------------------------------------ the folder
+
+
+def write(root: Path, name: str, content: str = "x") -> None:
+    (root / name).mkdir(exist_ok=True)
+    for file in ADAPTER_FILES:
+        (root / name / file).write_text(content)
+
+
+async def test_a_folder_is_taken_at_the_second_look_that_finds_it_unchanged(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT}, opened(folders, tmp_path)
+    write(tmp_path, "a")
+    await store.look_at_root()
+    assert known(store) == {}
+    write(tmp_path, "a", "still being written")
+    await store.look_at_root()
+    assert known(store) == {}
+    await store.look_at_root()
+    assert known(store) == {"a": True}
+    await store.look_at_root()
+    assert folders.reads == ["a"]
+
+
+async def test_a_folder_that_changes_is_read_again_and_one_that_has_gone_is_forgotten(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT}, opened(folders, tmp_path)
+    write(tmp_path, "a")
+    for _ in range(2):
+        await store.look_at_root()
+    folders.contents["a"] = "changed"
+    write(tmp_path, "a", "longer than before")
+    for _ in range(2):
+        await store.look_at_root()
+    assert store.find("a", "changed").weights == "weights of a"
+    shutil.rmtree(tmp_path / "a")
+    await store.look_at_root()
+    assert known(store) == {}
+
+
+async def test_what_is_no_adapter_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folders = Folders()
+    folders.contents, store = {"good": CONTENT, "own": "2"}, opened(folders, tmp_path)
+    store.load_at_start([("own", Path("own"))])
+    for name in ("good", "-bad", "unfit", "own"):
+        write(tmp_path, name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for _ in range(3):
+        await store.look_at_root()
+    assert known(store) == {"own": True, "good": True}
+    assert folders.reads == ["own", "good", "unfit"]
+    assert "own is loaded from own" in caplog.text
+
+
+async def test_folders_never_drive_others_out_of_memory(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = dict.fromkeys("abc", CONTENT), opened(folders, tmp_path)
+    for name in "abc":
+        write(tmp_path, name)
+    for _ in range(2):
+        await store.look_at_root()
+    assert known(store) == {"a": True, "b": True, "c": False}

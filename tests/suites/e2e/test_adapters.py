@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -153,3 +154,35 @@ async def test_the_name_of_the_base_and_links_out_are_refused(adapted: Suite, fo
     (folder / "link").symlink_to(adapter(KIND, 5))
     assert (await load(adapted, "linked", "link")).status_code == 403
     assert (await unload(adapted, "never-loaded")).status_code == 404
+
+
+@pytest.mark.rest
+async def test_loads_and_unloads_under_load_fail_nothing_and_leave_no_memory(adapted: Suite, folder: Path) -> None:
+    """200 times an adapter comes and goes, while the base and an adapter of the worker answer."""
+    for variant in (5, 6):
+        shutil.copytree(adapter(KIND, variant), folder / "soak" / str(variant))
+    process = psutil.Process(adapted.stack.children["worker-0"].pid)
+    stop, answers = asyncio.Event(), list[list[int]]()
+
+    async def ask(name: str | None) -> None:
+        while not stop.is_set():
+            answers.append(tokens(await complete(adapted, name)))
+
+    async def turn(times: int) -> None:
+        for number in range(times):
+            assert (await load(adapted, "soak", f"soak/{5 + number % 2}")).status_code == 200
+            assert tokens(await complete(adapted, "soak")) == tokens_of(KIND, 5 + number % 2, PROMPT, COUNT)
+            assert (await unload(adapted, "soak")).status_code == 200
+
+    load_tasks = [asyncio.create_task(ask(name)) for name in (None, "own-0")]
+    try:
+        await turn(50)
+        warm = process.memory_info().rss
+        await turn(150)
+        grown = process.memory_info().rss - warm
+    finally:
+        stop.set()
+        await asyncio.gather(*load_tasks)
+    expected = {tuple(tokens_of(KIND, variant, PROMPT, COUNT)) for variant in (None, 0)}
+    assert {tuple(each) for each in answers} == expected
+    assert grown < 8 << 20, f"{grown} bytes"

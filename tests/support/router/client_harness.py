@@ -9,6 +9,7 @@ from contextlib import suppress
 from common.backoff import Backoff
 from common.contracts.errors import QuireError
 from common.contracts.types import SamplingParams
+from router.placement.adapters import WorkerAdapters
 from router.placement.worker_model import Load
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
@@ -37,6 +38,10 @@ class Listener:
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None:
         self.loads.append(load)
+        self._changed.set()
+
+    def adapters_changed(self, client: WorkerClient, adapters: WorkerAdapters) -> None:
+        self.adapters = adapters
         self._changed.set()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
