@@ -42,51 +42,72 @@ inline std::vector<LoraBlock> lora_blocks(const LoraRows& adapters, int64_t num_
   return blocks;
 }
 
+// Sums of a kernel beside each other, for each row: as many as registers hold.
+#if defined(__AVX512F__)
+constexpr int kLoraWide = 4;
+#else
+constexpr int kLoraWide = 2;
+#endif
+
 // out[r][j] = x[r] · a[j]. Rows of x and of A [rank, size] have whole vectors.
 template <int kRows, typename T>
 void shrink_rows(const float* const* x, const T* a, int64_t rank, int64_t size, float* const* out) {
-  for (int64_t j = 0; j < rank; j += 2) {
-    const bool two = j + 1 < rank;
-    const T* first = a + j * size;
-    const T* second = two ? first + size : first;
-    Vec left[kRows], right[kRows];
-    for (int r = 0; r < kRows; ++r) left[r] = right[r] = Vec::zero();
+  for (int64_t j = 0; j < rank; j += kLoraWide) {
+    const T* from[kLoraWide];
+    for (int64_t w = 0; w < kLoraWide; ++w) from[w] = a + std::min(j + w, rank - 1) * size;
+    Vec sums[kRows][kLoraWide];
+    for (auto& row : sums) std::fill(std::begin(row), std::end(row), Vec::zero());
     for (int64_t i = 0; i < size; i += kLanes) {
-      const Vec v = Vec::load(first + i), w = Vec::load(second + i);
-      for (int r = 0; r < kRows; ++r) {
-        const Vec input = Vec::load(x[r] + i);
-        left[r] = fma(input, v, left[r]);
-        right[r] = fma(input, w, right[r]);
+      Vec inputs[kRows];
+      for (int r = 0; r < kRows; ++r) inputs[r] = Vec::load(x[r] + i);
+      for (int w = 0; w < kLoraWide; ++w) {
+        const Vec factor = Vec::load(from[w] + i);
+        for (int r = 0; r < kRows; ++r) sums[r][w] = fma(inputs[r], factor, sums[r][w]);
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      out[r][j] = left[r].sum();
-      if (two) out[r][j + 1] = right[r].sum();
+      for (int64_t w = 0; w < kLoraWide && j + w < rank; ++w) out[r][j + w] = sums[r][w].sum();
     }
   }
 }
 
-// out[r][c] += sum over j of u[r][j] · b[j][c], for `count` columns. Rows of B lie `stride` floats apart.
-template <int kRows, typename T>
-void expand_rows(const float* const* u, const T* b, int64_t rank, int64_t stride, int64_t count, float* const* out) {
-  for (int64_t c = 0; c < count; c += kLanes) {
-    Vec sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = Vec::zero();
-    for (int64_t j = 0; j < rank; ++j) {
-      const Vec w = Vec::load(b + j * stride + c);
-      for (int r = 0; r < kRows; ++r) sums[r] = fma(Vec::all(u[r][j]), w, sums[r]);
-    }
+// Adds sums over j of u[r][j] · b[j][c] to kWide vectors of columns from `c` on; of `count` columns in all.
+template <int kRows, int kWide, typename T>
+void expand_columns(const float* const* u, const T* b, int64_t rank, int64_t stride, int64_t c, int64_t count,
+                    float* const* out) {
+  Vec sums[kRows][kWide];
+  for (auto& row : sums) std::fill(std::begin(row), std::end(row), Vec::zero());
+  for (int64_t j = 0; j < rank; ++j) {
+    Vec factors[kWide];
+    for (int w = 0; w < kWide; ++w) factors[w] = Vec::load(b + j * stride + c + w * kLanes);
     for (int r = 0; r < kRows; ++r) {
-      float* to = out[r] + c;
-      if (count - c >= kLanes) {
-        (Vec::load(to) + sums[r]).store(to);
+      const Vec by = Vec::all(u[r][j]);
+      for (int w = 0; w < kWide; ++w) sums[r][w] = fma(by, factors[w], sums[r][w]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int w = 0; w < kWide; ++w) {
+      float* to = out[r] + c + w * kLanes;
+      const int64_t left = count - c - w * kLanes;
+      if (left >= kLanes) {
+        (Vec::load(to) + sums[r][w]).store(to);
         continue;
       }
       float lanes[kLanes];
-      sums[r].store(lanes);
-      for (int64_t i = 0; i < count - c; ++i) to[i] += lanes[i];
+      sums[r][w].store(lanes);
+      for (int64_t i = 0; i < left; ++i) to[i] += lanes[i];
     }
   }
+}
+
+// out[r][c] += sum over j of u[r][j] · b[j][c], for `count` columns. Rows of B lie `stride` numbers apart.
+template <int kRows, typename T>
+void expand_rows(const float* const* u, const T* b, int64_t rank, int64_t stride, int64_t count, float* const* out) {
+  int64_t c = 0;
+  for (; c + kLoraWide * kLanes <= count; c += kLoraWide * kLanes) {
+    expand_columns<kRows, kLoraWide>(u, b, rank, stride, c, count, out);
+  }
+  for (; c < count; c += kLanes) expand_columns<kRows, 1>(u, b, rank, stride, c, count, out);
 }
 
 // Adds B · (A · x) to rows of outputs. `sums` has room for kLoraRows times the rank; rows of A have `size` floats.

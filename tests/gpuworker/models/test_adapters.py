@@ -8,16 +8,32 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from common.contracts.types import BlockId, SequenceId
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.checkpoints.lora import read_adapter
+from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.adapters import NativeAdapter, StepAdapters
+from gpuworker.models.choose import open_native
+from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from tests.support.adapters import VARIANTS, adapter, tokens_of
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
-from tests.support.gpuworker.runner_harness import Driver, queued_on, runner_on, transformers_model
+from tests.support.gpuworker.runner_harness import (
+    CPU,
+    GREEDY,
+    Driver,
+    queued_on,
+    runner_on,
+    transformers_model,
+)
 
 MAX_RANK = 16
 KIND = "llama"
@@ -136,3 +152,57 @@ def test_a_step_names_each_adapter_once() -> None:
     assert step.adapters == (one, other)
     assert step.of_token.tolist() == [0, 0, -1, 1, 0, 0, 0]
     assert StepAdapters.of_rows([None, None], [2, 1]) is None  # type: ignore[arg-type]
+
+
+def first_logits(quantization: str, dtype: str, which: int | None) -> torch.Tensor:
+    """Return the logits behind a prompt, of a native model whose linears are held so."""
+    opened = open_native(
+        ModelSource(str(checkpoint(KIND)), dtype=dtype, quantization=quantization),
+        CPU,
+        "native",
+        lambda cache: make_backend("auto", cache),
+    )
+    assert opened is not None
+    model, geometry = opened
+    assert isinstance(model, LlamaCpuModel)
+    model.allow_adapters(MAX_RANK)
+    read = None if which is None else read_adapter(adapter(KIND, which), model.adapter_targets, MAX_RANK)
+    rows = [None if read is None else model.prepare_adapter(read)]
+    cache = KvCache(geometry, 8, 16, CPU)
+    tokens = torch.tensor(prompts(20)[0])
+    attention = make_backend("auto", cache)
+    positions = torch.arange(len(tokens))
+    start, length = np.zeros(1, dtype=np.int32), np.array([len(tokens)], dtype=np.int32)
+    packed = pack_rows(start, length, np.array([[0, 1]], dtype=np.int32), 16)
+    attention.begin(attention_metadata(packed, to_device(attention_arrays(packed), CPU)))
+    model.adapters = StepAdapters.of_rows(rows, length)
+    return model.forward(tokens, positions, positions[-1:], attention)[0].clone()
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", "bfloat16"), ("int8", "float32"), ("w8a8", "float32")])
+def test_an_adapter_of_a_rounded_base_adds_about_what_it_adds_in_float32(quantization: str, dtype: str) -> None:
+    if best() is None:
+        pytest.skip("the native library was not built")
+    exact = first_logits("none", "float32", 6) - first_logits("none", "float32", None)
+    rounded = first_logits(quantization, dtype, 6) - first_logits(quantization, dtype, None)
+    assert float((rounded - exact).norm() / exact.norm()) < 0.35
+    assert float((rounded - exact).norm() / exact.norm()) > 0.0
+
+
+def test_drafts_of_an_adapters_sequence_are_verified_by_it() -> None:
+    if best() is None:
+        pytest.skip("the native library was not built")
+    runner, (prompt,) = queue_runner(KIND), prompts(9)
+    adapters = prepare(runner, KIND, 6)
+    expected = tokens_of(KIND, 6, prompt, 6)
+    sequence, blocks = SequenceId(1), (BlockId(3), BlockId(1))
+    runner.add_sequence(sequence, prompt, GREEDY, len(prompt), adapters[6])
+    rows = [ScheduledRow(sequence, 0, 9, blocks, samples=True)]
+    rows.append(ScheduledRow(sequence, 9, 1, blocks, samples=True, drafts=(expected[1], expected[2], 5)))
+    found: list[int] = []
+    for number, row in enumerate(rows):
+        plan = StepPlan(number, (row,), drafts=len(row.drafts))
+        found += runner.submit_step(plan).result(timeout=60).sampled[sequence]
+    runner.close()
+    assert found == expected[: len(found)]
+    assert len(found) >= 4
