@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -29,6 +30,7 @@ from bench.lib.harness import parser, progress, report
 from bench.lib.models import data_plane
 from common.contracts.types import BlockId, SamplingParams, SequenceId
 from gpuworker.checkpoints.lora import CONFIG, WEIGHTS, Targets, read_adapter
+from gpuworker.models.adapters import AdaptedModel
 from gpuworker.plane.assembly import ModelPlane
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
@@ -85,15 +87,15 @@ class Rows:
         return time.perf_counter() - began
 
 
-def stall_seconds(rows: Rows, plane: ModelPlane, folder: Path) -> tuple[float, float]:
+def stall_seconds(rows: Rows, model: AdaptedModel, folder: Path) -> tuple[float, float]:
     """Return the longest step during the load of an adapter beyond the longest without, and the load's seconds."""
-    targets, done, took = plane.model.adapter_targets, threading.Event(), 0.0
+    targets, done, took = model.adapter_targets, threading.Event(), 0.0
 
     def load() -> None:
         nonlocal took
         torch.set_num_threads(1)
         began = time.perf_counter()
-        plane.model.prepare_adapter(read_adapter(folder, targets, RANK))
+        model.prepare_adapter(read_adapter(folder, targets, RANK))
         took = time.perf_counter() - began
         done.set()
 
@@ -111,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as root:
         options |= {"lora_dir": Path(root), "max_lora_rank": RANK, "max_loras": ADAPTERS}
         plane = data_plane(args.model, **options)
-        model = plane.model
+        model = cast("AdaptedModel", plane.model)
         folders = [write_adapter(Path(root) / str(n), model.adapter_targets, n) for n in range(ADAPTERS)]
         adapters = [model.prepare_adapter(read_adapter(each, model.adapter_targets, RANK)) for each in folders]
         given: dict[str, Sequence[object | None]] = {"base": [None], "one": adapters[:1], "mixed8": adapters}
@@ -126,12 +128,12 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             progress(
                 f"round {number + 1}: {', '.join(f'{n} {1e3 * t:.1f} ms' for n, t in rounds[-1].items())}", end=True
             )
-        stalls = [stall_seconds(rows["base"], plane, folders[n % ADAPTERS]) for n in range(args.repeat)]
+        stalls = [stall_seconds(rows["base"], model, folders[n % ADAPTERS]) for n in range(args.repeat)]
         plane.runner.close()
     ratios = {name: [each["base"] / each[name] for each in rounds] for name in ("one", "mixed8")}
     found = {f"{name}_over_base": statistics.median(each) for name, each in ratios.items()}
-    for name, each in ratios.items():
-        found |= {f"{name}_least": min(each), f"{name}_most": max(each)}
+    for name, of_rounds in ratios.items():
+        found |= {f"{name}_least": min(of_rounds), f"{name}_most": max(of_rounds)}
     return found | {
         "base_step_ms": 1e3 * statistics.median(each["base"] for each in rounds),
         "cold_load_stall_ms": 1e3 * statistics.median(stall for stall, _ in stalls),

@@ -9,6 +9,7 @@ import pytest
 from common.contracts.errors import QuireError
 from common.contracts.limits import MAX_HANDLE
 from common.contracts.types import FinishReason, SamplingParams
+from router.placement.adapters import WorkerAdapters
 from router.placement.worker_model import Load
 from router.workers.client import RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
@@ -31,6 +32,9 @@ class Connected:
         self.event.set()
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None: ...
+
+    def adapters_changed(self, client: WorkerClient, adapters: WorkerAdapters) -> None:
+        """The worker has none."""
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None: ...
 

@@ -26,7 +26,8 @@ from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.attention.whole_prompts import AttendsWholePrompts
 from gpuworker.checkpoints.lora import LoraAdapter, Targets
 from gpuworker.memory.devices import dtype_name
-from gpuworker.models.adapters import LinearHooks, StepAdapters, TorchAdapter, find_linears
+from gpuworker.models.adapters import StepAdapters
+from gpuworker.models.hf.adapters import LinearHooks, TorchAdapter, find_linears
 from gpuworker.models.hf.indexers import CAUSAL, Causal, index_key_of, replace_indexers
 from gpuworker.models.hf.latents import Absorbed, Latents, absorb_latents, latents_of
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers

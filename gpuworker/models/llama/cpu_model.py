@@ -15,8 +15,9 @@ from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, I
 from gpuworker.attention.native_parts import NativeParts
 from gpuworker.checkpoints.lora import LoraAdapter, Targets
 from gpuworker.memory.devices import dtype_name
-from gpuworker.models.adapters import NativeAdapter, StepAdapters, native_adapter, native_places, pointers_of
+from gpuworker.models.adapters import StepAdapters
 from gpuworker.models.hf.loader import context_limit
+from gpuworker.models.llama.adapters import NativeAdapter, native_adapter, native_places, pointers_of
 from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import Rope, ropes
 from gpuworker.native import library as native

@@ -17,9 +17,10 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.checkpoints.lora import read_adapter
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.adapters import NativeAdapter, StepAdapters
+from gpuworker.models.adapters import StepAdapters
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.llama.adapters import NativeAdapter
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner

@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def adapted(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> AsyncIterator[Suite]:
     """One worker with room for two adapters, and two of its own."""
-    flags = ("--kv-blocks", "256", "--dtype", "float32", "--max-loras", "2", "--lora-dir", str(folder))
-    flags += tuple(word for each in (0, 1) for word in ("--lora", f"own-{each}={adapter(KIND, each)}"))
+    own = (word for each in (0, 1) for word in ("--lora", f"own-{each}={adapter(KIND, each)}"))
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "--max-loras", "2", "--lora-dir", str(folder), *own)
     options = StackOptions(model=checkpoint(KIND), workers=1, worker_flags=flags)
     async with running_suite(tmp_path_factory.mktemp("suite"), options) as running:
         yield running
