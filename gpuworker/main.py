@@ -45,6 +45,7 @@ from gpuworker.engine.ports import EngineLoad
 from gpuworker.engine.transfers import Transfers
 from gpuworker.memory.disk_mover import DiskMover
 from gpuworker.plane import preflight
+from gpuworker.plane.adapters import AdapterStore
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.manager_silence import ManagerAbsence
@@ -110,6 +111,7 @@ class Worker:
         self._no_manager = self._absence.why_not_ready(False, time.monotonic())
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
+        self._adapters: AdapterStore | None = None
         self._stop = asyncio.Event()
         self._address, self._port = "", 0
         self._data_port: DataPort | None = None
@@ -208,7 +210,8 @@ class Worker:
         OrphanCollector(self._servicer.orphans, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
-        if (adapters := plane.served_adapters) is not None:
+        adapters = self._adapters = plane.served_adapters
+        if adapters is not None:
             self._supervisor.run_task("watch of adapters", adapters.watch)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars, adapters))
 
@@ -314,6 +317,8 @@ class Worker:
         await self._server.stop(_LAST_REPLIES_S)
         if self._data_port is not None:
             await asyncio.to_thread(self._data_port.close)
+        if self._adapters is not None:
+            self._adapters.close()
         try:
             await asyncio.to_thread(self._engine.stop)
         finally:

@@ -181,6 +181,9 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     pages += [word for name in settings.allowed_hosts for word in ("--allowed-hosts", name)]
     model = Path(settings.model).expanduser()
     names = settings.model_name or _name_of(model, model_name)
+    if clashes := [value for value in settings.lora if value.partition("=")[0] in names]:
+        what = f"is {clashes[0]}, and the model is called so; rename the adapter, or the model with --model-name"
+        raise InvalidConfig(FieldViolation("--lora", what))
     cpus = cpus_of_workers(settings.workers, here())
     named = [word for name in names for word in ("--model-name", name)]
     return StackOptions(

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
-from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, QuireError
+from common.contracts.errors import (
+    FieldViolation,
+    InvalidConfig,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    QuireError,
+)
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS, MAX_ADAPTERS
 from gpuworker.scheduling.adapter_table import Adapter, AdapterTable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -101,8 +108,8 @@ class AdapterStore:
         """Have an adapter in memory: one that is known, or the one in a folder below the root.
 
         The fingerprint of `wanted` is what a router expects; "" takes any content. Raises InvalidRequest for a folder
-        without an adapter for this model, NotFound for an unknown name, Overloaded where all in memory are in use, and
-        PermissionDenied for a folder elsewhere.
+        without an adapter for this model, NotFound for an unknown name, and PermissionDenied for a folder elsewhere.
+        Where all in memory are in use, a new one is known and not in memory, and for a known one Overloaded is raised.
         """
         if not is_adapter_name(wanted.name):
             raise InvalidRequest(FieldViolation("lora_name", f"is {wanted.name[:64]!r}; expected {NAME_WORDS}"))
@@ -118,9 +125,13 @@ class AdapterStore:
             if wanted.fingerprint not in ("", read.fingerprint):
                 what = f"has changed in {folder} since it was loaded under this name; load it again"
                 raise InvalidRequest(FieldViolation("lora_name", f"{wanted.name!r} {what}"))
-            adapter = self._table.add(_adapter_of(wanted.name, folder, read))
+            adapter, left = self._table.add(_adapter_of(wanted.name, folder, read)), None
             try:
                 left = self._table.fill(adapter, read.weights)
+            except Overloaded:
+                if known is not None:
+                    raise
+                log.warning("adapter %s is known, and not in memory: all that are there are in use", wanted.name)
             finally:
                 self.load_seconds = time.monotonic() - began
                 self.changed()

@@ -394,6 +394,8 @@ def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaM
         prepared = model.prepare_adapter(found)
         return ReadAdapter(found.fingerprint, found.rank, prepared.num_bytes, prepared)
 
+    if base in (value.partition("=")[0] for value in settings.lora):
+        raise InvalidConfig(FieldViolation("--lora", f"names an adapter {base}, as the model is called; rename it"))
     root = None if settings.lora_dir is None else settings.lora_dir.expanduser().resolve()
     store = AdapterStore(read, AdapterLimits(settings.most_loras, root), lambda: torch.set_num_threads(1))
     pairs = (value.partition("=") for value in settings.lora)

@@ -16,7 +16,7 @@ OURS = frozenset(
         *("ChatCompletionChunk.prompt_token_ids", "CompletionChoice.stop_reason", "CompletionChoice.token_ids"),
         *("ChatCompletion.prompt_logprobs", "CompletionChoice.prompt_logprobs"),
         *("CompletionChoice.prompt_token_ids", "ChunkChoice.stop_reason", "ChunkChoice.token_ids"),
-        *("ChunkChoice.prompt_token_ids", "Model.root", "Model.max_model_len"),
+        *("ChunkChoice.prompt_token_ids", "Model.root", "Model.parent", "Model.max_model_len"),
         # Which vectors a pool makes of prompts, or "" where it generates.
         "Model.pooling",
         # What a model thought: OpenAI shows it by the Responses API alone.

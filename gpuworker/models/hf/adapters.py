@@ -40,6 +40,7 @@ class LinearHooks:
     ) -> None:
         self._adapters_of = adapters_of
         self._rows: tuple[StepAdapters, list[torch.Tensor]] | None = None
+        self._called: set[str] = set()
         for name in targets:
             module.get_submodule(name).register_forward_hook(partial(self._add, name))
 
@@ -48,6 +49,7 @@ class LinearHooks:
         step = self._adapters_of()
         if step is None:
             return
+        self._called.add(name)
         inputs, outputs = given[0].flatten(0, -2), output.view(-1, output.shape[-1])
         if len(inputs) != len(step.of_token):
             raise EngineFailure(f"{name} sees {len(inputs)} rows of a step of {len(step.of_token)} tokens")
@@ -65,9 +67,17 @@ class LinearHooks:
             self._rows = step, [torch.from_numpy(each).to(device) for each in places]
         return self._rows[1]
 
+    def check(self) -> None:
+        """Raise EngineFailure where the forward of a step passed over a linear that one of its adapters changes."""
+        step = self._adapters_of()
+        for adapter in () if step is None else step.adapters:
+            if isinstance(adapter, TorchAdapter) and (missing := adapter.parts.keys() - self._called):
+                raise EngineFailure(f"the step did not call {min(missing)}, which an adapter changes")
+
     def forget(self) -> None:
         """Hold nothing of the last step."""
         self._rows = None
+        self._called.clear()
 
 
 def find_linears(module: nn.Module, run: Callable[[], object], tokens: int, without: Collection[int]) -> Targets:

@@ -169,6 +169,8 @@ class TransformersModel:
         token = _step.set(step)
         try:
             yield
+            if self._hooks is not None:
+                self._hooks.check()
         finally:
             _step.reset(token)
             if self.states is not None:

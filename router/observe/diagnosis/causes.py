@@ -122,7 +122,7 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
         "computed-elsewhere",
     ),
     Cause.ADAPTER: Advice(
-        "Keep more adapters in memory with --max-loras, or load them before requests name them (`quire adapters`).",
+        "Keep more adapters in memory with --max-loras, or load them before requests name them.",
         "adapter-loads",
     ),
     Cause.CONSTRAINT: Advice(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.contracts.errors import EngineFailure
 from common.contracts.types import BlockId, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
@@ -207,3 +208,17 @@ def test_drafts_of_an_adapters_sequence_are_verified_by_it() -> None:
     runner.close()
     assert found == expected[: len(found)]
     assert len(found) >= 4
+
+
+def test_a_linear_that_a_step_passes_over_fails_the_step_and_is_no_silent_base() -> None:
+    runner = thread_runner(KIND)
+    driver, adapters = Driver(runner), prepare(runner, KIND, 0)
+    attention = runner._model.module.model.layers[0].self_attn  # type: ignore[attr-defined]
+    hooked, attention.o_proj = attention.o_proj, torch.nn.Identity()
+    driver.add(prompts(9)[0], 2, adapter=adapters[0])
+    step = driver.step()
+    assert step is not None
+    with pytest.raises(EngineFailure, match=r"the step did not call model\.layers\.0\.self_attn\.o_proj"):
+        step.result(timeout=60)
+    attention.o_proj = hooked
+    runner.close()

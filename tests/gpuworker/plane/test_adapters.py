@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.contracts.adapters import AdapterRef
-from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, PermissionDenied
+from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded, PermissionDenied
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
 from gpuworker.plane.adapters import ADAPTER_FILES, AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
 
@@ -196,3 +196,18 @@ async def test_folders_never_drive_others_out_of_memory(tmp_path: Path) -> None:
     for _ in range(2):
         await store.look_at_root()
     assert known(store) == {"a": True, "b": True, "c": False}
+
+
+async def test_a_new_one_is_known_where_memory_is_in_use_and_waits_for_room(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
+    await store.load(AdapterRef("a", ""), "a")
+    used = store.find("a", CONTENT)
+    store.use(used)
+    await store.load(AdapterRef("b", ""), "b")
+    assert known(store) == {"a": True, "b": False}
+    with pytest.raises(Overloaded, match="all 1 adapters in memory are in use"):
+        await store.load(AdapterRef("b", "2"))
+    store.release(used)
+    await store.load(AdapterRef("b", "2"))
+    assert known(store) == {"a": False, "b": True}
