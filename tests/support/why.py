@@ -1,4 +1,4 @@
-"""`quire why` and `quire trace` as processes against a running suite."""
+"""`quire why`, `quire trace` and `quire adapters` as processes against a running suite."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ async def quire_why(suite: Suite, *flags: str) -> tuple[int, str, str]:
 async def quire_trace(suite: Suite, *flags: str) -> tuple[int, str, str]:
     """Return the same of `quire trace`."""
     return await _command(suite, "trace", *flags)
+
+
+async def quire_adapters(suite: Suite, *flags: str) -> tuple[int, str, str]:
+    """Return the same of `quire adapters`."""
+    return await _command(suite, "adapters", *flags)
 
 
 async def _command(suite: Suite, *words: str) -> tuple[int, str, str]:

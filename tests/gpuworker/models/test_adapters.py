@@ -95,6 +95,7 @@ def test_rows_of_one_adapter_beside_others_and_the_base(new_runner: Callable[[st
     assert [stream.output for stream in streams] == [tokens_of(KIND, which, prompt, 10) for prompt, which in pairs]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_other_families_take_adapters(kind: str) -> None:
     """Queries and keys of qwen3 are normed behind their linears; gemma2 runs on transformers' code."""
@@ -181,6 +182,7 @@ def first_logits(quantization: str, dtype: str, which: int | None) -> torch.Tens
     return model.forward(tokens, positions, positions[-1:], attention)[0].clone()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", "bfloat16"), ("int8", "float32"), ("w8a8", "float32")])
 def test_an_adapter_of_a_rounded_base_adds_about_what_it_adds_in_float32(quantization: str, dtype: str) -> None:
     if best() is None:

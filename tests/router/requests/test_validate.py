@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, PermissionDenied
+from common.contracts.adapters import AdapterRef
+from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, ModelNotFound, PermissionDenied
 from common.contracts.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
@@ -299,3 +300,38 @@ async def test_a_shared_domain_replaces_the_domain_of_the_tenant_where_it_is_ope
     assert shared.cache_domain == b"shared"
     with pytest.raises(PermissionDenied, match="'closed' is not open to this caller"):
         await validator().validate(request(cache=pb.CacheOptions(shared_domain="closed")), CALL)
+
+
+class Adapters:
+    """One adapter beside the base, which is called `base`."""
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        return AdapterRef("sql", "1" * 64) if name == "sql" else None
+
+    def adapter_names(self) -> list[str]:
+        return ["sql"]
+
+    def check_model(self, name: str) -> None:
+        if name not in ("base", "sql"):
+            raise ModelNotFound(f"model {name!r} is not served here", name)
+
+
+async def test_a_model_name_selects_an_adapter_that_the_tenant_may_use() -> None:
+    by = validator()
+    by.adapters = Adapters()
+    call = replace(CALL, model="sql")
+    of_call = await by.validate(request(), call)
+    assert of_call.adapter == AdapterRef("sql", "1" * 64)
+    assert (await by.validate(request(model="sql"), CALL)).adapter == of_call.adapter
+    assert (await by.validate(request(model="base"), CALL)).adapter is None
+    assert (await by.validate(request(), replace(CALL, model="alias"))).adapter is None
+    with pytest.raises(ModelNotFound):
+        await by.validate(request(model="unknown"), CALL)
+    for allowed, refused_words in ((frozenset({"base", "sql"}), ""), (frozenset({"base"}), "may not use model 'sql'")):
+        tenant = replace(CALL.caller.tenant, models=allowed)
+        named = replace(call, caller=replace(CALL.caller, tenant=tenant))
+        if not refused_words:
+            assert (await by.validate(request(), named)).adapter == of_call.adapter
+            continue
+        with pytest.raises(PermissionDenied, match=refused_words):
+            await by.validate(request(), named)

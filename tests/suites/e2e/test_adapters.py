@@ -8,16 +8,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
 import pytest_asyncio
 
 from cli.suite.stack import StackOptions
+from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2
 from tests.support.adapters import adapter, tokens_of
 from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite, running_suite
-from tests.support.why import quire_why
+from tests.support.why import quire_adapters, quire_why
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 KIND = "llama"
 PROMPT = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45]
@@ -113,6 +118,31 @@ async def test_a_cold_adapter_loads_and_the_request_says_that_it_waited(adapted:
         assert "waiting for its adapter" in why, why
     finally:
         assert (await unload(adapted, "cold")).status_code == 200
+
+
+async def test_the_command_lists_loads_and_unloads(adapted: Suite, folder: Path) -> None:
+    shutil.copytree(adapter(KIND, 7), folder / "below" / "seven")
+    status, out, err = await quire_adapters(adapted, "--load", "seven=below/seven")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == "seven"
+    assert "worker-0: rank 2, " in out
+    assert tokens(await complete(adapted, "seven")) == tokens_of(KIND, 7, PROMPT, COUNT)
+    _, out, _ = await quire_adapters(adapted)
+    assert {"own-0", "own-1", "seven"} <= set(out.splitlines())
+    status, out, _ = await quire_adapters(adapted, "--unload", "seven")
+    assert (status, "seven" in out) == (0, False)
+    status, _, err = await quire_adapters(adapted, "--unload", "seven")
+    assert (status, "is not loaded at any worker" in err) == (1, True), err
+
+
+async def test_the_name_of_a_model_in_grpc_selects_too(adapted: Suite) -> None:
+    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=PROMPT))
+    sampling = types_pb2.SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    found = await adapted.generate(pb.GenerateRequest(prompt=prompt, sampling=sampling, model="own-1"))
+    assert found.tokens == tokens_of(KIND, 1, PROMPT, COUNT)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await adapted.generate(pb.GenerateRequest(prompt=prompt, sampling=sampling, model="no-such"))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_changed_adapter_under_the_same_name_meets_no_old_block(adapted: Suite, folder: Path) -> None:
