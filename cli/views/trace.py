@@ -21,6 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from cli.views.cutting import cut
+from common.contracts import gen_ai_names
 from quire.decision.v1 import decision_pb2 as pb
 
 # As common/telemetry/decisions.py writes them.
@@ -114,7 +115,7 @@ _HANGING = "    "
 # Attributes that the heading or the row already shows.
 _SAID = frozenset({"quire.request_id", "quire.sequence"})
 # Attributes of common conventions, but for how a call ended.
-_COMMON = ("gen_ai.", "http.", "url.", "network.", "server.", "rpc.", "db.", "peer.")
+_COMMON = (gen_ai_names.PREFIX, "http.", "url.", "network.", "server.", "rpc.", "db.", "peer.")
 _KEPT = frozenset({"http.response.status_code", "rpc.response.status_code"})
 
 

@@ -10,6 +10,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from common.contracts.gen_ai_names import SCHEMA_URL
 from common.rpc.roles import Role
 from common.rpc.tls import Identity, expecting
 from common.telemetry.otlp_bytes import request_bytes
@@ -50,7 +51,7 @@ def otlp_request(spans: Sequence[RecordedSpan], unwritten: Unwritten | None = No
             unwritten.add(span, error)
         else:
             resources.setdefault(span.origin.encoded, []).append(encoded)
-    return ExportTraceServiceRequest.FromString(request_bytes(resources, SCOPE))
+    return ExportTraceServiceRequest.FromString(request_bytes(resources, SCOPE, SCHEMA_URL))
 
 
 def delivering_over_http(collector: Collector, by_proxy: bool) -> Deliverer:

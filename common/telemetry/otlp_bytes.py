@@ -83,11 +83,14 @@ def span_bytes(span: SpanLike) -> bytes:
     return b"".join(parts)
 
 
-def request_bytes(resources: Mapping[bytes, Sequence[bytes]], scope: str) -> bytes:
-    """Return an `ExportTraceServiceRequest`: `Span` messages by the `Resource` message of their process."""
-    named = _field(b"\x0a", _named(0x0A, scope))
+def request_bytes(resources: Mapping[bytes, Sequence[bytes]], scope: str, schema_url: str) -> bytes:
+    """Return an `ExportTraceServiceRequest`: `Span` messages by the `Resource` message of their process.
+
+    `schema_url` names the conventions that the spans of the scope follow.
+    """
+    named, schema = _field(b"\x0a", _named(0x0A, scope)), _named(0x1A, schema_url)
     return b"".join(
-        _field(b"\x0a", _field(b"\x0a", resource) + _field(b"\x12", named + b"".join(map(_span_field, spans))))
+        _field(b"\x0a", _field(b"\x0a", resource) + _field(b"\x12", named + b"".join(map(_span_field, spans)) + schema))
         for resource, spans in resources.items()
     )
 

@@ -161,7 +161,9 @@ class RequestTrace:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
     def _response(self) -> dict[str, Value]:
-        return response_attributes(self._ends, self._model, self._request.response_id or self._request_id)
+        request = self._request
+        response_id = request.response_id or self._request_id
+        return response_attributes(self._ends, self._model, response_id, request.sampling.n)
 
     def finished(self, event: Finished) -> None:
         self._ends[event.index] = event

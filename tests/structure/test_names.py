@@ -88,3 +88,10 @@ def test_what_breaks_unannounced_ends_below_the_next_release() -> None:
         tested = Version(pins[name].split()[0])
         assert specifier.contains(str(tested))
         assert not specifier.contains(f"{tested.major}.{tested.minor + 1}.0"), name
+
+
+def test_one_file_spells_the_names_of_opentelemetry_s_conventions_for_generative_ai() -> None:
+    """A new version of them then changes that file alone; tests and documents spell them on purpose."""
+    code = [each for each in tracked() if each.endswith(".py") and not each.startswith("tests/")]
+    found = [each for each in code if "gen_ai." in (ROOT / each).read_text(encoding="utf-8")]
+    assert found == ["common/contracts/gen_ai_names.py"]

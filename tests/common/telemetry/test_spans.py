@@ -33,6 +33,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from common.contracts.gen_ai_names import SCHEMA_URL
 from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_ITEMS
 from common.contracts.types import FinishReason
 from common.telemetry import context_from
@@ -98,7 +99,7 @@ def theirs(use: Callable[[Tracer], object]) -> ExportTraceServiceRequest:
     memory = InMemorySpanExporter()
     provider = TracerProvider(ALWAYS_ON, Resource(RESOURCE), shutdown_on_exit=False, id_generator=Numbered())
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    use(provider.get_tracer(SCOPE))
+    use(provider.get_tracer(SCOPE, schema_url=SCHEMA_URL))
     return encode_spans(memory.get_finished_spans())
 
 
