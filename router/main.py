@@ -175,7 +175,7 @@ class RouterProcess:
         ring = DecisionRing(settings.decision_ring, most_bytes, name, clock.time_ns())
         refused = self._refused = RefusedRecords(ring, round(REFUSED_RECORDS_SHARE * most_bytes))
         kept = KeptRecords(round(KEPT_RECORDS_SHARE * most_bytes))
-        self._metrics = RouterMetrics(self._registry, name_of(settings), settings.metrics_tenants)
+        self._metrics = RouterMetrics(self._registry, name_of(settings), settings.metrics_tenants, self._card.aliases)
         self._refusals = Refusals(self._metrics, refused, clock, self._new_id)
         self._log = opened_log(settings, clock)
         LogMetrics(self._registry, self._log)

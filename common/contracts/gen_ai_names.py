@@ -7,6 +7,7 @@ development, so that a later version may rename them. Sources: `docs/gen-ai/clie
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 VERSION: Final = "0.1.0"
@@ -44,3 +45,44 @@ OPERATIONS: Final = (CHAT, COMPLETION, EMBEDDINGS)
 JSON, TEXT = "json", "text"
 # The finish reason of a sequence that ended abnormally, or of which no end came.
 ERROR: Final = "error"
+# The attribute that says by what an operation failed, and its value for what has no word of its own.
+ERROR_TYPE: Final = "error.type"
+OTHER_ERROR: Final = "_OTHER"
+
+# ------------------------------------------------------------ metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHistogram:
+    """A histogram of a model server, in seconds; `bounds` are the upper bounds of its buckets that are asked for."""
+
+    name: str
+    words: str
+    bounds: tuple[float, ...]
+
+
+REQUEST_DURATION: Final = ServerHistogram(
+    "gen_ai.server.request.duration",
+    "arrival to end of the request, refused ones too",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+TIME_TO_FIRST_TOKEN: Final = ServerHistogram(
+    "gen_ai.server.time_to_first_token",
+    "arrival to first token of requests that succeeded",
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TIME_PER_OUTPUT_TOKEN: Final = ServerHistogram(
+    "gen_ai.server.time_per_output_token",
+    "time from first token to end, by the tokens after the first, of requests that succeeded",
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+
+
+def prometheus_label(attribute: str) -> str:
+    """Return the label that OpenTelemetry's rules for Prometheus make of an attribute."""
+    return attribute.replace(".", "_")
+
+
+def prometheus_name(histogram: ServerHistogram) -> str:
+    """Return the name that these rules make of a metric in seconds."""
+    return f"{prometheus_label(histogram.name)}_seconds"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -25,6 +25,7 @@ from common.contracts.types import FinishReason
 from router.contracts.events import Finished
 from router.contracts.ports import KnownPool, RedisState
 from router.observe.diagnosis.outcome import Outcome, Phase
+from router.observe.gen_ai import ServerMetrics
 from router.observe.tail_rules import Rule
 
 M = TypeVar("M", Counter, "TracedHistogram")
@@ -43,10 +44,12 @@ class RouterMetrics:
     """Figures of the router. Those of requests, as clients see them, have the name of the model.
 
     `tenants` of them are named beside it: the first ones that come, while the others are `other`. With 0 no figure has
-    that label. Times are in seconds.
+    that label. Times are in seconds. Those by OpenTelemetry's names are `of_server`, with other names of the model too.
     """
 
-    def __init__(self, registry: CollectorRegistry, model: str = "", tenants: int = 0) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, model: str = "", tenants: int = 0, aliases: Collection[str] = ()
+    ) -> None:
         self._registry, self._most = registry, tenants
         self._of_requests = CollectorRegistry()
         registry.register(_OfModel(self._of_requests, model))
@@ -83,6 +86,7 @@ class RouterMetrics:
         )
         self._by_tenant: dict[str, RequestMetrics] = {}
         self._named = 0
+        self.of_server = ServerMetrics(registry, model, aliases)
         self._begin_at_zero()
 
     def of(self, tenant: str) -> RequestMetrics:

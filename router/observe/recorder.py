@@ -68,9 +68,11 @@ class Recorder:
         """Count a request that was refused at its arrival, and keep it."""
         self.metrics.of(trace.owner).refused(error)
         trace.end(str(error), error.reason)
-        rules = self._tail.refuses() if self._tail is not None else ()
+        rules, ended_ns = self._tail.refuses() if self._tail is not None else (), self.clock.time_ns()
+        traced = trace.built_id if rules or trace.recording else ""
+        self.metrics.of_server.failed(trace.request, (ended_ns - trace.began_ns) / 1e9, error.reason, traced)
         if rules:
-            self._keep(trace, EndedRequest(request_id, trace.began_ns, self.clock.time_ns(), None, str(error)), rules)
+            self._keep(trace, EndedRequest(request_id, trace.began_ns, ended_ns, None, str(error)), rules)
 
     def ended(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
         """Record how a request ended, and keep it where a rule says so."""
@@ -79,8 +81,10 @@ class Recorder:
         if rules:
             outcome = replace(outcome, kept=", ".join(rules))
         self._record_end(trace, request_id, outcome)
-        if rules or trace.recording:
-            self.metrics.of(trace.owner).traced(outcome, trace.built_id, trace.recording)
+        traced = trace.built_id if rules or trace.recording else ""
+        self.metrics.of_server.ended(trace.request, outcome, traced, trace.begins)
+        if traced:
+            self.metrics.of(trace.owner).traced(outcome, traced, trace.recording)
         if rules:
             ended_ns = self.clock.time_ns()
             began_ns = min(trace.began_ns, ended_ns - round(outcome.total_s * 1e9))

@@ -45,6 +45,7 @@ class RequestTrace:
     """Costs nothing where the request is not sampled.
 
     `traceparent` names the request's span in records, and `tracestate` is what other systems keep in the trace.
+    `begins` is False for a request that another router began.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class RequestTrace:
         self.traceparent, self.tracestate = (
             (traceparent_of(within), tracestate_of(within)) if self.recording else ("", "")
         )
-        self._request, self._request_id, self._trace_id = request, request_id, context.trace_id
+        self.request, self._request_id, self._trace_id = request, request_id, context.trace_id
+        self.begins = arrived is not None
         self._stream: Span | None = None
         self._fault = ""
         above = get_current_span(parent)
@@ -86,7 +88,7 @@ class RequestTrace:
 
     def _attributes(self) -> dict[str, Value]:
         """Return what the request's span says of it; empty names are left out."""
-        request, constraint = self._request, self._request.sampling.constraint
+        request, constraint = self.request, self.request.sampling.constraint
         names = {
             "quire.correlation_id": request.correlation_id,
             "quire.tenant": self.owner,
@@ -114,7 +116,7 @@ class RequestTrace:
         attributes = {**self._attributes(), **self._response(), "quire.kept": ", ".join(rules)}
         if self._fault:
             attributes["error.type"] = self._fault
-        name, client = span_name(self._request, self._model), self._client
+        name, client = span_name(self.request, self._model), self._client
         return TraceHead(self._trace_id, None if client is None else parent_span(client), name, attributes)
 
     def decided(self, decision: Decision) -> None:
@@ -161,7 +163,7 @@ class RequestTrace:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
     def _response(self) -> dict[str, Value]:
-        request = self._request
+        request = self.request
         response_id = request.response_id or self._request_id
         return response_attributes(self._ends, self._model, response_id, request.sampling.n)
 

@@ -1,14 +1,25 @@
-"""The attributes of request spans by OpenTelemetry's conventions: exact values, and names that the conventions have."""
+"""Spans and metrics of requests by OpenTelemetry's conventions: exact values, and names that the conventions have."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
+import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
+from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 
 from common.contracts import gen_ai_names
+from common.contracts.errors import Overloaded
 from common.contracts.types import Constraint, ConstraintKind, FinishReason, Usage
 from router.contracts.events import Finished, Timings, ValidatedRequest
 from router.contracts.ports import CallContext
-from router.observe.gen_ai import request_attributes, response_attributes
+from router.contracts.refusals import FAULTS
+from router.observe.diagnosis.outcome import Outcome
+from router.observe.gen_ai import ServerMetrics, request_attributes, response_attributes
+from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import MODEL, frontend_over, request
 from tests.support.router.validation import request as message
@@ -122,3 +133,103 @@ def test_each_sequence_has_a_reason_at_its_place_and_an_abnormal_end_is_an_error
 async def test_a_model_is_named_as_its_caller_named_it() -> None:
     call = CallContext(arrived=0.0, model="alias")
     assert (await validator().validate(message(), call)).model == "alias"
+
+
+DURATION = "gen_ai_server_request_duration_seconds"
+FIRST_TOKEN = "gen_ai_server_time_to_first_token_seconds"
+OUTPUT_TOKEN = "gen_ai_server_time_per_output_token_seconds"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SERVED = Outcome(
+    ended="length", has_first_token=True, before=(("queue", 0.5), ("prefill", 0.25)), after=(("decode", 1.5),),
+    output_tokens=8, sequences=2,
+)  # fmt: skip
+
+
+def samples(registry: CollectorRegistry, name: str) -> list[Sample]:
+    return [each for metric in registry.collect() for each in metric.samples if each.name == name]
+
+
+def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
+    """Return the values that are not 0, by operation, the model as it was asked for, and the error of durations."""
+    names = ("gen_ai_operation_name", "gen_ai_request_model", "error_type")
+    found = {tuple(each.labels[key] for key in names if key in each.labels): each for each in samples(registry, name)}
+    return {key: each.value for key, each in found.items() if each.value}
+
+
+def test_the_names_of_metrics_and_their_buckets_are_those_of_the_conventions() -> None:
+    registry = CollectorRegistry()
+    ServerMetrics(registry, MODEL)
+    theirs = {value for name, value in vars(gen_ai_metrics).items() if name.startswith("GEN_AI_SERVER")}
+    ours = gen_ai_names.REQUEST_DURATION, gen_ai_names.TIME_TO_FIRST_TOKEN, gen_ai_names.TIME_PER_OUTPUT_TOKEN
+    assert {each.name for each in ours} == theirs
+    # gen-ai-metrics.md of 0.1.0 has these.
+    wanted = {
+        DURATION: "0.01 0.02 0.04 0.08 0.16 0.32 0.64 1.28 2.56 5.12 10.24 20.48 40.96 81.92",
+        FIRST_TOKEN: "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0",
+        OUTPUT_TOKEN: "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5",
+    }
+    for name, bounds in wanted.items():
+        found = [each for each in samples(registry, f"{name}_bucket") if each.labels["gen_ai_operation_name"] == "chat"]
+        assert [each.labels["le"] for each in found] == [*bounds.split(), "+Inf"]
+
+
+def test_a_request_is_one_value_of_each_metric_by_operation_and_model() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry, MODEL, ["alias"])
+    metrics.ended(request(chat=True, model="alias", n=2), SERVED, TRACE_ID)
+    metrics.ended(request(model="made up"), replace(SERVED, output_tokens=1, sequences=1), "")
+    metrics.ended(request(embeds=True), SERVED, "")
+    of = {("chat", "alias"): 2.25, ("text_completion", MODEL): 2.25, ("embeddings", MODEL): 2.25}
+    assert values(registry, f"{DURATION}_sum") == {(*key, ""): value for key, value in of.items()}
+    assert values(registry, f"{FIRST_TOKEN}_sum") == {("chat", "alias"): 0.75, ("text_completion", MODEL): 0.75}
+    # 1.5 s for 4 tokens a sequence, of which 3 come after the first; a single token has none after it.
+    assert values(registry, f"{OUTPUT_TOKEN}_sum") == {("chat", "alias"): 0.5}
+    assert {each.labels["gen_ai_provider_name"] for each in samples(registry, f"{DURATION}_sum")} == {"quire"}
+    assert {each.labels["gen_ai_response_model"] for each in samples(registry, f"{DURATION}_sum")} == {MODEL}
+    for name, bound in ((DURATION, "2.56"), (FIRST_TOKEN, "0.75"), (OUTPUT_TOKEN, "0.5")):
+        (traced,) = [each for each in samples(registry, f"{name}_bucket") if each.exemplar is not None]
+        assert traced.exemplar is not None
+        assert (traced.exemplar.labels, traced.labels["le"]) == ({"trace_id": TRACE_ID}, bound)
+
+
+def test_a_failed_or_resumed_request_has_a_duration_alone() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry, MODEL)
+    metrics.ended(request(), replace(SERVED, ended="UNAVAILABLE", failure="no worker"), "")
+    metrics.ended(request(), SERVED, "", begins=False)
+    assert values(registry, f"{DURATION}_count") == {
+        ("text_completion", MODEL, "UNAVAILABLE"): 1.0,
+        ("text_completion", MODEL, ""): 1.0,
+    }
+    assert values(registry, f"{FIRST_TOKEN}_count") == values(registry, f"{OUTPUT_TOKEN}_count") == {}
+
+
+def test_whatever_requests_name_and_fail_by_the_labels_are_bounded() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry, MODEL, ["alias"])
+    before = len(samples(registry, f"{DURATION}_count"))
+    for number in range(100):
+        metrics.failed(request(model=f"model {number}"), 1.0, f"ERROR_{number}", "")
+    assert values(registry, f"{DURATION}_count") == {("text_completion", MODEL, "_OTHER"): 100.0}
+    assert (before, len(samples(registry, f"{DURATION}_count"))) == (3, 4)
+    for reason, chat, model in itertools.product(FAULTS, (True, False), (MODEL, "alias")):
+        metrics.failed(request(chat=chat, model=model), 1.0, reason, "")
+    assert len(samples(registry, f"{DURATION}_count")) == 4 + 4 * len(FAULTS)
+
+
+async def test_a_running_router_counts_what_it_served_and_what_it_refused() -> None:
+    limits = AdmissionLimits(max_tokens_in_flight=20)
+    async with frontend_over(FakeWorker(automatic=True), limits=limits) as harness:
+        await harness.events(request(chat=True, model="alias"))
+        with pytest.raises(Overloaded):
+            await harness.events(request(prompt=30))
+        trace_id = f"{harness.spans.ended()[0].context.trace_id:032x}"
+        assert values(harness.registry, f"{DURATION}_count") == {
+            ("chat", "alias", ""): 1.0,
+            ("text_completion", "", "OVERLOADED"): 1.0,
+        }
+        assert values(harness.registry, f"{FIRST_TOKEN}_count") == {("chat", "alias"): 1.0}
+        assert values(harness.registry, f"{OUTPUT_TOKEN}_count") == {("chat", "alias"): 1.0}
+        (traced,) = [each for each in samples(harness.registry, f"{OUTPUT_TOKEN}_bucket") if each.exemplar is not None]
+        assert traced.exemplar is not None
+        assert traced.exemplar.labels == {"trace_id": trace_id}

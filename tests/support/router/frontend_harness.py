@@ -169,7 +169,7 @@ async def frontend_over(
     numbers = itertools.count(1)
     new_id = lambda: f"id-{next(numbers)}"  # noqa: E731
     dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience, max_wait)
-    metrics = RouterMetrics(registry)
+    metrics = RouterMetrics(registry, aliases=("alias",))
     tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
     recorder = Recorder(metrics, decisions, spans.tracer, CLOCK, new_id, tail, MODEL)
     admission = AdmissionLimiter(limits or AdmissionLimits())
