@@ -12,10 +12,14 @@ from typing import Final
 from common.contracts.errors import (
     CONTEXT_LENGTH_EXCEEDED,
     DeadlineExceeded,
+    Draining,
     FieldViolation,
     InvalidRequest,
+    NoWorker,
     Overloaded,
+    QueueExpired,
     QuireError,
+    RateLimited,
     Unavailable,
 )
 from common.contracts.types import Candidate, Decision, DecisionKind
@@ -70,6 +74,23 @@ _FAULT_OF_STATUS: Final[Mapping[int, str]] = {
     431: "TOO_LARGE",
     503: "UNAVAILABLE",
 }
+DROPPED_REASON_HEADER: Final = "x-llm-d-request-dropped-reason"
+"""What llm-d calls the header of an answer which says why a request was dropped. Gateways and queues read it."""
+SATURATED: Final = "rejected-saturated"
+"""Why no request was begun: there is no room."""
+# The words of llm-d for the others. `rejected` was not begun; `evicted` was, and was ended to make room.
+_DROPPED: Final[Mapping[type[QuireError], str]] = {
+    # More workers would not help a tenant that is over a limit of its own.
+    RateLimited: "",
+    Overloaded: SATURATED,
+    NoWorker: "rejected-no-endpoints",
+    Draining: "rejected-shutting-down",
+    QueueExpired: "rejected-ttl-expired",
+    QuireError: "",
+}
+_EVICTED: Final = "evicted"
+# Bounds that a request meets after it has begun: output that waits for its client, and answers that grow.
+_LATE_BOUNDS: Final = ("router.output", "router.answers")
 # Errors whose words are the service's own: they quote nothing that a client sent.
 _OWN_WORDS: Final = (Overloaded, Unavailable, DeadlineExceeded)
 # The words about these fields have numbers alone, and no text of the client.
@@ -101,6 +122,13 @@ def fault_of(error: QuireError) -> str:
     """Return the reason of an error, or of the nearest class above it, that is one of FAULTS."""
     above = [each.reason for each in type(error).__mro__ if issubclass(each, QuireError)]
     return next(reason for reason in (error.reason, *above) if reason in FAULTS)
+
+
+def dropped_reason(error: QuireError) -> str:
+    """Return why a request was dropped, in llm-d's words; "" where the service did not drop it."""
+    found = next(_DROPPED[each] for each in type(error).__mro__ if each in _DROPPED)
+    late = isinstance(error, Overloaded) and error.violation.subject in _LATE_BOUNDS
+    return _EVICTED if found and late else found
 
 
 def fault_of_status(status: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from common.contracts.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
+from common.contracts.errors import AlreadyExists, Overloaded, QueueExpired, QuotaViolation
 from router.placement.first_tokens import Prediction
 from router.placement.rates import Average
 from router.tenants.tenancy import Tenant, TenantQuotas
@@ -146,13 +146,13 @@ class AdmissionLimiter:
 
 
 def check_deadline(now: float, deadline: float | None, first_token: Prediction) -> None:
-    """Raise DeadlineExceeded when the deadline has passed, or the first token is predicted to come after it."""
+    """Raise QueueExpired when the deadline has passed, or the first token is predicted to come after it."""
     if deadline is None:
         return
     if now >= deadline:
-        raise DeadlineExceeded(f"the deadline passed {now - deadline:.3f} s ago, before a worker was found")
+        raise QueueExpired(f"the deadline passed {now - deadline:.3f} s ago, before a worker was found")
     if now + first_token.seconds > deadline:
-        raise DeadlineExceeded(too_late_words(deadline - now, first_token))
+        raise QueueExpired(too_late_words(deadline - now, first_token))
 
 
 def too_late_words(left: float, first_token: Prediction, where: str = "") -> str:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.contracts.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unauthenticated, Unavailable
+from common.contracts.errors import (
+    Cancelled,
+    Draining,
+    Overloaded,
+    QueueExpired,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
 from router.contracts.events import Admitted, Finished, GenerateEvent, PromptLogprobs
 from router.observe.recorder import Recorder
@@ -172,7 +180,7 @@ class ClientEvents:
             return
         if not run.admitted:
             run.close(FinishReason.DEADLINE)
-            raise DeadlineExceeded(f"{DEADLINE_WORDS} before the request got blocks at its worker")
+            raise QueueExpired(f"{DEADLINE_WORDS} before the request got blocks at its worker")
         now = self._clock.monotonic()
         for running in run.unfinished():
             rest = running.output.rest()
@@ -200,7 +208,7 @@ def error_of(interruption: Revoked | Aborted | Stopped) -> QuireError:
         case Aborted():
             return Cancelled(ABORTED_WORDS)
         case Stopped():
-            return Unavailable(STOPPED_WORDS)
+            return Draining(STOPPED_WORDS)
 
 
 def _scored(run: RequestRun, output: OutputStream, logprobs: tuple[TokenLogprobs, ...]) -> Iterator[GenerateEvent]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.contracts.clock import Clock
-from common.contracts.errors import DeadlineExceeded, QuireError, Unavailable
+from common.contracts.errors import NoWorker, QueueExpired, QuireError
 from common.contracts.turns import BY_AGE, DEFAULT_MAX_WAIT
 from common.contracts.types import BlockHash, Decision, DecisionKind, PoolIdentity
 from router.contracts.identity import is_complete
@@ -345,11 +345,11 @@ class Dispatcher:
         return Foretold(self.first_tokens, seconds, self._clock.monotonic(), job.deadline)
 
     def _check_deadline(self, waiting: WaitingJob, predicted_s: float) -> None:
-        """Raise DeadlineExceeded for a job that is predicted to be late, unless it is tried."""
+        """Raise QueueExpired for a job that is predicted to be late, unless it is tried."""
         now, deadline = self._clock.monotonic(), waiting.job.deadline
         try:
             check_deadline(now, deadline, self.first_tokens.about(predicted_s))
-        except DeadlineExceeded:
+        except QueueExpired:
             if deadline is None or now >= deadline or not self._tries(waiting, predicted_s):
                 raise
 
@@ -368,18 +368,18 @@ class Dispatcher:
         return self._router.soonest_s(job.request, workers, hits, has_room, held)
 
     async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
-        """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
+        """Return the placement. Raises QueueExpired once even a worker that is free would be too late."""
         deadline = waiting.job.deadline
         if deadline is None:
             return await waiting.placed
         while not waiting.placed.done():
             left = deadline - self._clock.monotonic()
             if left <= 0.0:
-                raise DeadlineExceeded("deadline exceeded while the request waited for a worker")
+                raise QueueExpired("deadline exceeded while the request waited for a worker")
             soonest = self.first_tokens.about(self._soonest(waiting, has_room=True))
             late = soonest.seconds > left
             if late and not self._tries(waiting, soonest.predicted_s):
-                raise DeadlineExceeded(too_late_words(left, soonest, ANY_WORKER))
+                raise QueueExpired(too_late_words(left, soonest, ANY_WORKER))
             await asyncio.wait([waiting.placed], timeout=left if late else max(left - soonest.seconds, _LEAST_WAIT_S))
         return waiting.placed.result()
 
@@ -537,7 +537,7 @@ class Dispatcher:
             return too_large(choice.decision)
         try:
             self._check_deadline(waiting, choice.least_s)
-        except DeadlineExceeded as late:
+        except QueueExpired as late:
             return late
         return None
 
@@ -701,12 +701,12 @@ class Dispatcher:
                 self.refuse_job(ticket, self._no_worker())
         self._serve_queue()
 
-    def _no_worker(self) -> Unavailable:
+    def _no_worker(self) -> NoWorker:
         now = self._clock.monotonic()
         known = [f"{name} is {reason}" for name, reason in self._pool.absent()]
         troubles = [(model.worker_id, model.trouble(now)) for model in self._pool.models()]
         known += [f"{name} is {trouble[0].value}: {trouble[1]}" for name, trouble in troubles if trouble]
-        return Unavailable(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
+        return NoWorker(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
 
 
 def _in_share(request: PlacementRequest, shares: Shares, ticket: Ticket) -> PlacementRequest:

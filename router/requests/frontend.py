@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final
 
 from common.contracts.clock import Clock
-from common.contracts.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unavailable
+from common.contracts.errors import Cancelled, DeadlineExceeded, Draining, Overloaded, QuireError, Unavailable
 from common.contracts.types import DecisionKind, FinishReason, SamplingParams
 from common.process.standstill import Standstill
 from common.rpc.deadline import is_expiry
@@ -204,7 +204,7 @@ class RouterFrontend:
 
     def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
         if self.draining:
-            raise Unavailable("the router is draining; another one takes new requests")
+            raise Draining("the router is draining; another one takes new requests")
         limiter, now, figures = self._admission, self._clock.monotonic(), self._figures(request.tokens)
         try:
             limiter.admit_request(

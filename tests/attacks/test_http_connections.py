@@ -152,7 +152,9 @@ async def test_one_address_cannot_take_all_connections(api: Api) -> None:
         for each in held:
             await each.__aenter__()
         await until_counted(connections, 4)
-        assert (await innocent(server.port)).startswith(b"HTTP/1.1 503 ")
+        refused = await innocent(server.port)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nx-llm-d-request-dropped-reason: rejected-saturated\r\n" in refused
         assert b"200 OK" in await innocent(server.port, local="127.0.0.2")
     finally:
         for each in held:

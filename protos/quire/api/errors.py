@@ -14,7 +14,10 @@ QuireError
 ├── Overloaded              the service is full; carries which bound, and when to try again          RESOURCE_EXHAUSTED
 │   └── RateLimited         a tenant is over a limit of its own, while the service may have room     RESOURCE_EXHAUSTED
 ├── Unavailable             a service that is needed is down or draining; carries when to try again  UNAVAILABLE
+│   ├── NoWorker            no worker could be used for as long as a request waits for one           UNAVAILABLE
+│   └── Draining            the service stops, and another one takes the request                     UNAVAILABLE
 ├── DeadlineExceeded        the deadline passed, or cannot be met                                    DEADLINE_EXCEEDED
+│   └── QueueExpired        it passed, or cannot be met, while the request waited to be served       DEADLINE_EXCEEDED
 ├── Cancelled               the client went away or asked to stop                                    CANCELLED
 ├── Unsupported             known and not offered (a model class, a constraint)                      UNIMPLEMENTED
 ├── IdentityMismatch        two services differ in block size, model, tokenizer or KV geometry       FAILED_PRECONDITION
@@ -190,10 +193,22 @@ class Unavailable(QuireError):
         self.retry_after_s = retry_after_s
 
 
+class NoWorker(Unavailable):
+    """No worker could be used for as long as a request waits for one; the message says why not each of them."""
+
+
+class Draining(Unavailable):
+    """The service stops or is replaced; another one takes the request."""
+
+
 class DeadlineExceeded(QuireError):
     """The deadline passed, or no worker can meet it (the message has the predicted time)."""
 
     reason = "DEADLINE_EXCEEDED"
+
+
+class QueueExpired(DeadlineExceeded):
+    """The deadline passed, or cannot be met, before the request had a worker and blocks there."""
 
 
 class Cancelled(QuireError):

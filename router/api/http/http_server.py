@@ -28,7 +28,7 @@ from common.process.connections import Connections
 from common.process.ports import listener
 from common.rpc.tls import PublicCertificate, RenewedContext
 from router.contracts.ports import UNWATCHED, RefusalWatch
-from router.contracts.refusals import Refusal, fault_of_status
+from router.contracts.refusals import DROPPED_REASON_HEADER, SATURATED, Refusal, fault_of_status
 
 
 # One HTTP connection with bounds, which uvicorn and httptools do not have.
@@ -253,6 +253,8 @@ def _answer(status: int, message: str, request_id: str) -> bytes:
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
     head = "content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
     more = "retry-after: 1\r\n" if status in (429, 503) else ""
+    if status == 503:
+        more += f"{DROPPED_REASON_HEADER}: {SATURATED}\r\n"
     more += f"x-request-id: {request_id}\r\nx-quire-request-id: {request_id}\r\nx-trace-id: {secrets.token_hex(16)}\r\n"
     return STATUS_LINE[status] + (head % (len(body), more)).encode() + body
 

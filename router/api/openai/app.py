@@ -64,6 +64,7 @@ from router.api.shared.constraints import check_allowed, forbid_other_ends
 from router.api.shared.metering import Meter
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
+from router.contracts.refusals import DROPPED_REASON_HEADER
 from router.tenants.tenancy import Tenant
 
 PATH: Final = "/invocations"
@@ -169,7 +170,10 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 _LEAST_ENTRY_BYTES: Final = 7
 _LEAST_CHAT_ENTRY_BYTES: Final = 38
 # Headers that a page may read beside those that every browser shows.
-_EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", NOTE_HEADER, "retry-after", "retry-after-ms")
+_EXPOSED: Final = (
+    *("x-request-id", "x-quire-request-id", "x-trace-id", NOTE_HEADER, "retry-after", "retry-after-ms"),
+    DROPPED_REASON_HEADER,
+)
 
 
 def create_app(

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from common.contracts import errors
 from common.rpc.status import no_memory
 from common.settings.config import mistake
-from router.contracts.refusals import fault_of, fault_of_status, fault_words
+from router.contracts.refusals import DROPPED_REASON_HEADER, dropped_reason, fault_of, fault_of_status, fault_words
 
 Json = dict[str, Any]
 # The reason of an answer with an error, one of FAULTS, and words of it for operators.
@@ -113,12 +113,13 @@ def status_of(error: errors.QuireError) -> int:
 
 
 def headers_of(error: errors.QuireError) -> dict[str, str]:
-    """Return the headers that say when a client may retry, or that it may not."""
+    """Return the headers that say when a client may retry, or that it may not, and why a request was dropped."""
+    headers = {DROPPED_REASON_HEADER: dropped} if (dropped := dropped_reason(error)) else {}
     if isinstance(error, errors.Overloaded | errors.Unavailable):
         seconds = error.retry_after_s
-        return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
+        return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))} | headers
     challenge = {"www-authenticate": "Bearer"} if isinstance(error, errors.Unauthenticated) else {}
-    return {"x-should-retry": "false"} | challenge
+    return {"x-should-retry": "false"} | challenge | headers
 
 
 def install(app: FastAPI) -> None:

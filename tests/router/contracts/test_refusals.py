@@ -8,7 +8,15 @@ from common.contracts import errors
 from common.contracts.errors import FieldViolation, QuotaViolation
 from common.contracts.types import DecisionKind
 from router.api.openai.errors import BodyTooLarge, CodingNotServed, UnsupportedField
-from router.contracts.refusals import FAULTS, Refusal, fault_of, fault_of_status, fault_words, refusal_record
+from router.contracts.refusals import (
+    FAULTS,
+    Refusal,
+    dropped_reason,
+    fault_of,
+    fault_of_status,
+    fault_words,
+    refusal_record,
+)
 
 SECRET = "xyzzy"
 CASES: list[tuple[errors.QuireError, str, tuple[str, ...]]] = [
@@ -54,6 +62,41 @@ def test_an_error_has_a_reason_of_the_closed_set_and_words_without_text_of_the_c
 ) -> None:
     assert (fault_of(error), fault_words(error)) == (reason, words)
     assert SECRET not in " ".join(fault_words(error))
+
+
+def quota(subject: str) -> QuotaViolation:
+    return QuotaViolation(subject, "full")
+
+
+@pytest.mark.parametrize(
+    ("error", "dropped"),
+    [
+        (errors.Overloaded(quota("router.queue"), 1.0), "rejected-saturated"),
+        (errors.Overloaded(quota("router.tokens_in_flight"), 1.0), "rejected-saturated"),
+        (errors.Overloaded(quota("router.output"), 1.0), "evicted"),
+        (errors.Overloaded(quota("router.answers"), 1.0), "evicted"),
+        (errors.RateLimited(quota("tenant a.streams"), 1.0), ""),
+        (errors.NoWorker("none for 30 s"), "rejected-no-endpoints"),
+        (errors.Draining("it stops"), "rejected-shutting-down"),
+        (errors.QueueExpired("too late"), "rejected-ttl-expired"),
+        (errors.DeadlineExceeded("cut short"), ""),
+        (errors.Unavailable("the store does not answer"), ""),
+        (errors.Cancelled("gone"), ""),
+        (errors.EngineFailure("a step failed"), ""),
+        (errors.InvalidRequest(FieldViolation("stop", SECRET)), ""),
+    ],
+)
+def test_only_a_request_that_the_service_drops_says_so_in_the_words_of_gateways(
+    error: errors.QuireError, dropped: str
+) -> None:
+    assert dropped_reason(error) == dropped
+
+
+def test_errors_that_say_why_a_request_was_dropped_have_the_reason_of_their_kind() -> None:
+    """Clients over gRPC, metrics and records know the kinds alone."""
+    for kind in (errors.NoWorker, errors.Draining, errors.QueueExpired):
+        (above,) = kind.__bases__
+        assert kind.reason == above.reason  # type: ignore[attr-defined]
 
 
 def test_each_error_that_a_service_raises_has_its_reason_in_the_closed_set() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.contracts.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
+from common.contracts.errors import AlreadyExists, DeadlineExceeded, Overloaded, QueueExpired, QuotaViolation
 from router.placement.admission import AdmissionLimiter, AdmissionLimits, check_deadline
 from router.placement.first_tokens import Prediction
 from router.tenants.tenancy import ANYONE, Tenant, TenantLimits
@@ -144,7 +144,7 @@ def test_no_deadline_is_always_met() -> None:
 
 
 def test_a_deadline_that_has_passed_is_refused() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"passed 1\.000 s ago"):
+    with pytest.raises(QueueExpired, match=r"passed 1\.000 s ago"):
         check_deadline(now=5.0, deadline=4.0, first_token=Prediction(0.0, 0.0))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.contracts.errors import Cancelled, DeadlineExceeded, EngineFailure, Unauthenticated, Unavailable
+from common.contracts.errors import Cancelled, DeadlineExceeded, Draining, EngineFailure, Unauthenticated
 from common.contracts.types import FinishReason
 from router.contracts.events import GenerateEvent
 from router.requests import probation
@@ -181,8 +181,10 @@ async def test_a_request_that_waits_for_a_verdict_ends_when_its_key_is_revoked(w
 async def test_a_request_that_waits_for_a_verdict_ends_when_the_router_stops(waiting: Waiting) -> None:
     whole, task = waiting
     assert not await whole.harness.frontend.drain_requests(0.0)
-    with pytest.raises(Unavailable, match="the router stops"):
+    with pytest.raises(Draining, match="the router stops"):
         await task
+    with pytest.raises(Draining, match="another one takes new requests"):
+        await whole.harness.events(request())
 
 
 async def test_a_request_that_waits_for_a_verdict_ends_at_its_deadline(waiting: Waiting) -> None:

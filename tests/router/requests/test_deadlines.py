@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.contracts.errors import DeadlineExceeded
+from common.contracts.errors import DeadlineExceeded, QueueExpired
 from common.contracts.types import DecisionKind
 from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.rules import diagnose
@@ -74,7 +74,7 @@ async def test_a_request_that_must_wait_too_long_is_refused_at_arrival_with_the_
         measured(harness, prefill=1e-6)
         reservation = await full(harness)
         stayed(harness, 1000.0)
-        with pytest.raises(DeadlineExceeded, match=r"s are left, and the first token is predicted in \d{4}"):
+        with pytest.raises(QueueExpired, match=r"s are left, and the first token is predicted in \d{4}"):
             await harness.dispatcher.place_job(due(100.0), harness.dispatcher.ticket(0))
         assert len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 0, "it did not wait"
         await waits(harness, due(1e6), reservation)
@@ -241,7 +241,7 @@ async def test_the_end_in_the_queue_comes_before_the_deadline_and_says_why(monke
         await full(harness)
         predictions = iter([1.0, FAR - 0.05, 2 * FAR])  # at arrival; then a look after 0.05 s; then the end
         monkeypatch.setattr(harness.dispatcher, "_soonest", lambda waiting, has_room: next(predictions))
-        with pytest.raises(DeadlineExceeded, match=r"predicted in 2000\.000 s even at a worker that is free"):
+        with pytest.raises(QueueExpired, match=r"predicted in 2000\.000 s even at a worker that is free"):
             await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + FAR))
         assert len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1
         assert outcome(harness).ended == "DEADLINE_EXCEEDED"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.contracts.errors import QuireError, Unavailable
+from common.contracts.errors import NoWorker, QuireError, Unavailable
 from common.contracts.turns import BY_AGE
 from common.contracts.types import BlockHash, DecisionKind, KvGroup, KvGroupKind
 from router.placement.fair_queue import PASSED_SECONDS
@@ -83,7 +83,7 @@ async def test_an_old_job_without_a_worker_keeps_no_other_one_from_its_place() -
         waits = asyncio.create_task(dispatcher.place_job(job(), dispatcher.ticket(0)))
         await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) > 1)
         dispatcher._give_up()  # as after the patience
-        with pytest.raises(Unavailable):
+        with pytest.raises(NoWorker):
             await pin
         assert not waits.done(), "its worker is full, and not away"
         held[0].reservations[0].release()

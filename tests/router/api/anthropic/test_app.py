@@ -189,6 +189,8 @@ async def test_a_refusal_has_its_type_and_status(
     assert answer.status_code == status
     assert answer.json() == {"type": "error", "error": {"type": kind, "message": str(error)}}
     assert ("retry-after" in answer.headers) == (status != 500)
+    dropped = "rejected-saturated" if isinstance(error, Overloaded) and not isinstance(error, RateLimited) else None
+    assert answer.headers.get("x-llm-d-request-dropped-reason") == dropped
 
 
 async def test_an_error_in_mid_stream_is_an_event(api: Api) -> None:

@@ -15,8 +15,11 @@ from fastapi import Request
 from common.contracts.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    Draining,
     InvalidConfig,
+    NoWorker,
     Overloaded,
+    QueueExpired,
     QuireError,
     QuotaViolation,
     Unavailable,
@@ -24,6 +27,7 @@ from common.contracts.errors import (
 from common.contracts.types import FinishReason, TokenLogprobs
 from router.api.http.http_server import serve_http
 from router.api.openai.service import Service
+from router.contracts.refusals import DROPPED_REASON_HEADER as DROPPED
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.http_harness import DEADLINE_S, FACTS, HI, Api
@@ -293,20 +297,27 @@ async def test_unknown_fields_and_harmless_values_are_ignored(api: Api) -> None:
     [
         (
             Overloaded(QuotaViolation("router.queue", "1024 of 1024"), 1.5),
-            429, "rate_limit_error", "rate_limit_exceeded", {"retry-after": "2", "retry-after-ms": "1500"},
+            429, "rate_limit_error", "rate_limit_exceeded",
+            {"retry-after": "2", "retry-after-ms": "1500", DROPPED: "rejected-saturated"},
         ),
         (
             Unavailable("no worker", 0.25),
-            503, "server_error", "unavailable", {"retry-after": "1", "retry-after-ms": "250"},
+            503, "server_error", "unavailable", {"retry-after": "1", "retry-after-ms": "250", DROPPED: None},
         ),
-        (DeadlineExceeded("too late"), 504, "server_error", "deadline_exceeded", {"x-should-retry": "false"}),
+        (NoWorker("none"), 503, "server_error", "unavailable", {"retry-after": "1", DROPPED: "rejected-no-endpoints"}),
+        (Draining("it stops"), 503, "server_error", "unavailable", {DROPPED: "rejected-shutting-down"}),
+        (QueueExpired("too late"), 504, "server_error", "deadline_exceeded", {DROPPED: "rejected-ttl-expired"}),
+        (
+            DeadlineExceeded("cut short"), 504, "server_error", "deadline_exceeded",
+            {"x-should-retry": "false", DROPPED: None},
+        ),
         (AlreadyExists("in use"), 409, "invalid_request_error", "already_exists", {"x-should-retry": "false"}),
         (QuireError("broken"), 500, "server_error", "internal", {"x-should-retry": "false"}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_has_its_status_and_says_when_to_try_again(
-    api: Api, error: QuireError, status: int, kind: str, code: str, headers: dict[str, str], stream: bool
+    api: Api, error: QuireError, status: int, kind: str, code: str, headers: dict[str, str | None], stream: bool
 ) -> None:
     api.frontend.script = lambda request: [error]
     answer = await api.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
@@ -314,7 +325,7 @@ async def test_a_refusal_has_its_status_and_says_when_to_try_again(
     assert answer.json()["error"] == {
         "message": str(error), "type": kind, "param": None, "code": code
     }  # fmt: skip
-    assert headers.items() <= dict(answer.headers).items()
+    assert {name: answer.headers.get(name) for name in headers} == headers
 
 
 async def test_a_request_that_breaks_is_an_error_and_no_short_answer(api: Api) -> None:

@@ -27,7 +27,8 @@ async def test_a_named_page_may_ask_call_and_read_the_ids(open_api: Api) -> None
     for body, status in (({"prompt": "a"}, 200), ({}, 400)):
         answer = await open_api.http.post("/v1/completions", json=body, headers={"origin": ORIGIN})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
-        assert "x-quire-request-id" in answer.headers["access-control-expose-headers"]
+        exposed = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"x-quire-request-id", "x-llm-d-request-dropped-reason"} <= set(exposed)
 
 
 async def test_a_named_page_may_delete(open_api: Api) -> None:
