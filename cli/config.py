@@ -19,6 +19,7 @@ from common.settings.options import (
     ExistingFile,
     Fraction,
     Host,
+    MetricsAlias,
     MetricsTenants,
     Names,
     RedisUrl,
@@ -84,6 +85,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     public_metrics: bool = Field(
         False,
         description="/metrics on the HTTP port, for gateways and autoscalers: figures of requests by vLLM's names",
+    )
+    metrics_alias: MetricsAlias = Field(
+        "none", description="further names of figures in /metrics of the admin plane, beside quire: ones; vllm: vLLM's"
     )
     metrics_tenants: MetricsTenants = Field(
         0, description="tenants that metrics of requests name, those that come first; others are `other`; 0: none is"

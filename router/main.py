@@ -315,6 +315,8 @@ class RouterProcess:
         """Build the admin plane: its gRPC and HTTP ports, the page, and what watches the router."""
         settings, clock, manager = self.settings, self._clock, self._manager_calls
         spans = [server_spans(self._telemetry.tracer)]
+        if settings.metrics_alias == "vllm":
+            self._registry.register(self._vllm_names())
         self._admin = AdminPlane(settings, self._registry, self._why_not_ready, spans, self._tls)
         parts = PinParts(self.frontend, self._validator, self._text, self._authenticator, self.pool, clock)
         store = self._records.store
@@ -460,8 +462,11 @@ class RouterProcess:
 
     def _public_metrics(self) -> PublicMetrics:
         registry = CollectorRegistry()
-        registry.register(VllmNames(self._metrics, self._card.name, self._held))
+        registry.register(self._vllm_names())
         return PublicMetrics(registry, self._clock)
+
+    def _vllm_names(self) -> VllmNames:
+        return VllmNames(self._metrics, self._card.name, self._held)
 
     def _held(self) -> Held:
         pages = pages_of_block(self.status.model().identity.kv_geometry)

@@ -46,7 +46,7 @@ Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
 _TO_ROUTER: Final = (
     *("seed", "force_include_usage", "open_schemas", "batch_dir", "slo_ttft", "slo_itl", "root_path"),
-    *("tokenizer_info", "public_metrics", "metrics_tenants", "remote_prefill"),
+    *("tokenizer_info", "public_metrics", "metrics_alias", "metrics_tenants", "remote_prefill"),
 )
 _TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
 _TEXT: Final = (

@@ -200,6 +200,7 @@ LoadFormat = Literal["auto", "dummy"]
 DrainMode = Literal["finish", "migrate"]
 DisaggregationMode = Literal["none", "prefill", "decode"]
 RemotePrefillMode = Literal["auto", "off", "always"]
+MetricsAlias = Literal["none", "vllm"]
 ModelImpl = Literal["auto", "native", "transformers"]
 Choice = one_of
 

@@ -64,7 +64,10 @@ class Held:
 
 
 class VllmNames(Collector):
-    """Exposes them; `held` is called at each reading."""
+    """Exposes them; `held` is called at each reading.
+
+    Labels are the model's served name, finish reasons and bounds of buckets: nothing that a client names.
+    """
 
     def __init__(self, metrics: RouterMetrics, model: str, held: Callable[[], Held]) -> None:
         self._metrics, self._label, self._held = metrics, {"model_name": model}, held

@@ -83,18 +83,27 @@ def test_the_model_is_a_word_a_flag_or_the_demo_model(folder: Path, base: dict[s
 def test_what_the_http_api_allows_reaches_the_routers_alone(base: dict[str, str]) -> None:
     origins = ("--cors-origins", "https://a.example", "--cors-origins", "https://b.example")
     names = ("--allowed-hosts", "llm.example")
-    pages = ("--root-path", "/llm", "--tokenizer-info", "--public-metrics", "--metrics-tenants", "20")
+    pages = (
+        "--root-path",
+        "/llm",
+        "--tokenizer-info",
+        "--public-metrics",
+        "--metrics-tenants",
+        "20",
+        "--metrics-alias",
+        "vllm",
+    )
     words = ("--open-schemas", "--force-include-usage", "--batch-dir", "files", *origins, *names, *pages)
     found = programs(suite_options(words, base))
     router = load(RouterSettings, found["router"].flags, base)
     assert (router.open_schemas, router.cors_origins) == (True, ("https://a.example", "https://b.example"))
     assert (router.allowed_hosts, router.batch_dir) == (("llm.example",), Path("files"))
     assert (router.root_path, router.tokenizer_info, router.force_include_usage) == ("/llm", True, True)
-    assert (router.public_metrics, router.metrics_tenants) == (True, 20)
+    assert (router.public_metrics, router.metrics_tenants, router.metrics_alias) == (True, 20, "vllm")
     assert "--open-schemas" not in found["worker-0"].flags
     plain = load(RouterSettings, programs(suite_options((), base))["router"].flags, base)
     assert (plain.open_schemas, plain.cors_origins) == (False, ())
-    assert (plain.public_metrics, plain.metrics_tenants) == (False, 0)
+    assert (plain.public_metrics, plain.metrics_tenants, plain.metrics_alias) == (False, 0, "none")
 
 
 def test_the_models_names_and_the_seed_of_requests_reach_the_routers_alone(base: dict[str, str]) -> None:

@@ -16,9 +16,12 @@ from common.contracts.types import FinishReason, Usage
 from common.process.metrics import exposed
 from router.api.page.parts import buckets_of, total_of
 from router.contracts.events import Finished, Timings
+from router.contracts.ports import ModelCard
 from router.observe.metrics import RouterMetrics
+from router.observe.status import RouterStatus
 from router.observe.vllm_names import Held, VllmNames
-from tests.support.router.fake_worker import IDENTITY
+from tests.support.router.fake_worker import IDENTITY, FakeWorker
+from tests.support.router.frontend_harness import CLOCK, frontend_over, in_background, request, tokens_of
 from tests.support.router.known_router import KnownRouter
 
 PROMTOOL = shutil.which("promtool")
@@ -149,6 +152,40 @@ def test_pages_are_not_counted_as_blocks_of_tokens() -> None:
     sizes = {"model_name": "small", "block_size": "16", "num_gpu_blocks": "26"}
     assert registry.get_sample_value("vllm:cache_config_info", sizes) == 1.0
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "small"}) == 0.25
+
+
+async def test_vllm_s_names_have_what_a_running_router_and_its_worker_do() -> None:
+    worker = FakeWorker(num_blocks=64)
+    async with frontend_over(worker) as harness, in_background(harness, request(max_tokens=2)) as served:
+        known, card = KnownRouter(IDENTITY), ModelCard("small", harness.pool.identity, 256, 1000, (), True)
+        status = RouterStatus(card, harness.pool, harness.admission, known, harness.frontend, known, CLOCK)
+        names = VllmNames(
+            harness.frontend._recorder.metrics,
+            "small",
+            lambda: Held(*harness.frontend.sequences(), *status.blocks(), block_size=4),
+        )
+        harness.registry.register(names)  # beside those of Quire, as `--metrics-alias vllm` does
+
+        def value(name: str) -> float | None:
+            return harness.registry.get_sample_value(f"vllm:{name}", {"model_name": "small"})
+
+        await worker.until(lambda: len(worker.submits) == 1)
+        assert (value("num_requests_running"), value("num_requests_waiting")) == (0.0, 1.0)
+        worker.heartbeat(unheld_blocks=48)
+        worker.step({1: [100]}, admitted={1: 8})
+        await harness.until(lambda: len(tokens_of(harness.seen)) == 1)
+        async with in_background(harness, request()):
+            await worker.until(lambda: len(worker.submits) == 2)
+            assert (value("num_requests_running"), value("num_requests_waiting")) == (1.0, 1.0)
+            assert value("kv_cache_usage_perc") == 0.25
+            assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (10.0, 8.0)
+        worker.step({1: [101]}, finished={1: FinishReason.LENGTH})
+        await served
+        assert (value("num_requests_running"), value("num_requests_waiting")) == (0.0, 0.0)
+        assert harness.registry.get_sample_value("quire:prompt_tokens_total") == 10.0
+        of_vllm = [each for each in harness.registry.collect() if each.name.startswith("vllm:")]
+        labels = {key for metric in of_vllm for each in metric.samples for key in each.labels}
+        assert labels == {"model_name", "finished_reason", "le", "block_size", "num_gpu_blocks"}
 
 
 def test_without_workers_no_block_is_used() -> None:

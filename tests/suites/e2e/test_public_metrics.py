@@ -43,7 +43,7 @@ async def asked(tenants: TenantSuite, tenant: str, max_tokens: int) -> None:
 
 
 async def test_gateways_read_vllm_s_names_and_operators_tenants(tmp_path: Path) -> None:
-    flags = ("--public-metrics", "--metrics-tenants", "1")
+    flags = ("--public-metrics", "--metrics-tenants", "1", "--metrics-alias", "vllm")
     workers = ("--kv-blocks", "256", "--simulate", "base=20ms")
     options = StackOptions(model=CHECKPOINT, router_flags=flags, worker_flags=workers)
     async with tenant_suite(tmp_path, {"red": "", "blue": ""}, options) as tenants:
@@ -68,6 +68,7 @@ async def test_gateways_read_vllm_s_names_and_operators_tenants(tmp_path: Path) 
         ended = await scraped(public)
         assert ended["vllm:num_requests_waiting", none] == 0.0
         whole = await scraped(f"http://{admin}/metrics")
+        assert {each: value for each, value in whole.items() if each[0].startswith("vllm:")} == ended
         by_tenant = {dict(labels)["tenant"]: value for (name, labels), value in whole.items() if name == REQUESTS}
         assert by_tenant == {"": 0.0, "red": 1.0, "other": 2.0}
         prompts = sum(value for (name, _), value in whole.items() if name == "quire:prompt_tokens_total")
