@@ -63,7 +63,7 @@ class ServerHistogram:
 
 REQUEST_DURATION: Final = ServerHistogram(
     "gen_ai.server.request.duration",
-    "arrival to end of the request, refused ones too",
+    "arrival to end of the request, that of requests which admission refuses too",
     (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
 )
 TIME_TO_FIRST_TOKEN: Final = ServerHistogram(

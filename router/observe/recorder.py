@@ -70,7 +70,8 @@ class Recorder:
         trace.end(str(error), error.reason)
         rules, ended_ns = self._tail.refuses() if self._tail is not None else (), self.clock.time_ns()
         traced = trace.built_id if rules or trace.recording else ""
-        self.metrics.of_server.failed(trace.request, (ended_ns - trace.began_ns) / 1e9, error.reason, traced)
+        waited = self.clock.monotonic() - trace.request.arrived
+        self.metrics.of_server.failed(trace.request, waited, error.reason, traced)
         if rules:
             self._keep(trace, EndedRequest(request_id, trace.began_ns, ended_ns, None, str(error)), rules)
 

@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 from common.contracts import gen_ai_names
 from common.contracts.errors import Overloaded
 from common.contracts.types import Constraint, ConstraintKind, FinishReason, Usage
+from common.process.metrics import exposed
 from router.contracts.events import Finished, Timings, ValidatedRequest
 from router.contracts.ports import CallContext
 from router.contracts.refusals import FAULTS
@@ -190,6 +191,9 @@ def test_a_request_is_one_value_of_each_metric_by_operation_and_model() -> None:
         (traced,) = [each for each in samples(registry, f"{name}_bucket") if each.exemplar is not None]
         assert traced.exemplar is not None
         assert (traced.exemplar.labels, traced.labels["le"]) == ({"trace_id": TRACE_ID}, bound)
+    for accept, times in (("application/openmetrics-text", 3), ("", 0)):
+        _, body = exposed(registry, accept)
+        assert body.decode().count(f'trace_id="{TRACE_ID}"') == times
 
 
 def test_a_failed_or_resumed_request_has_a_duration_alone() -> None:
