@@ -27,7 +27,7 @@ from tests.support.router.validation import request as message
 from tests.support.router.validation import validator
 from tests.support.spans import called
 
-# What version 0.1.0 of the conventions has for the spans of inferences, of which Quire knows something.
+# What the conventions have (commit 024a4f94) for the spans of inferences, of which Quire knows something.
 STANDARD = frozenset(
     f"gen_ai.{name}"
     for name in (
@@ -163,7 +163,7 @@ def test_the_names_of_metrics_and_their_buckets_are_those_of_the_conventions() -
     theirs = {value for name, value in vars(gen_ai_metrics).items() if name.startswith("GEN_AI_SERVER")}
     ours = gen_ai_names.REQUEST_DURATION, gen_ai_names.TIME_TO_FIRST_TOKEN, gen_ai_names.TIME_PER_OUTPUT_TOKEN
     assert {each.name for each in ours} == theirs
-    # gen-ai-metrics.md of 0.1.0 has these.
+    # gen-ai-metrics.md at commit 004902b8 has these.
     wanted = {
         DURATION: "0.01 0.02 0.04 0.08 0.16 0.32 0.64 1.28 2.56 5.12 10.24 20.48 40.96 81.92",
         FIRST_TOKEN: "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0",
