@@ -383,7 +383,7 @@ class RankExecutor:
             described = self._forwards.copy(plan.copies)
         else:
             inputs = plan.rows.inputs()
-            described = self._forwards.run(plan.copies, inputs, plan.rows.places, plan.rows.hidden)
+            described = self._forwards.run(plan.copies, inputs, plan.rows.places, hidden=plan.rows.hidden)
             token_ids = described.token_ids
             assert token_ids is not None
             described.whole.take = _Take(None, None, token_ids.data_ptr(), len(token_ids))
