@@ -61,6 +61,9 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.inference.v1.InferenceService/GetStatus": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.inference.v1.InferenceService/Pin": _OPERATOR,
     "/quire.inference.v1.InferenceService/Prefetch": _OPERATOR,
+    "/quire.inference.v1.InferenceService/LoadAdapter": _OPERATOR,
+    "/quire.inference.v1.InferenceService/UnloadAdapter": _OPERATOR,
+    "/quire.inference.v1.InferenceService/ListAdapters": _OPERATOR,
     # Spans of the other services.
     "/opentelemetry.proto.collector.trace.v1.TraceService/": frozenset({Role.WORKER, Role.MANAGER, Role.COLLECTOR}),
     "/grpc.health.v1.Health/": _ALL,

@@ -16,6 +16,7 @@ from common.rpc.roles import Role
 
 # Each line is wrong by itself: no router is asked.
 WRONG = (
+    "adapters --load sql",
     "advise-block-size nowhere.jsonl",
     "advise-block-size bad.jsonl",
     "advise-block-size log.jsonl --sample 0",
@@ -82,6 +83,7 @@ WRONG = (
 )
 # No router answers; a name is unknown.
 FAILED = (
+    "adapters",
     "calibration",
     "chat",
     "debug dump --address nowhere:1",

@@ -77,6 +77,9 @@ class TransformersModel:
         self.corrections = correct_mixers(module)
         mixers = MixerStates(module)
         self.states: MixerStates | None = mixers if len(mixers) else None
+        self.adapters: StepAdapters | None = None
+        self._hooks: LinearHooks | None = None
+        self._targets: Targets | None = None
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.absorbed: Absorbed = absorb_latents(module, lambda: _step.get() is not None)
         correct_positions(module, lambda: None if (step := _step.get()) is None else step.positions)
@@ -84,9 +87,6 @@ class TransformersModel:
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
         if self.states is not None:
             self._compare_mixers(self.states)
-        self.adapters: StepAdapters | None = None
-        self._hooks: LinearHooks | None = None
-        self._targets: Targets | None = None
 
     def _compare_mixers(self, states: MixerStates) -> None:
         """Let mixers show whether their forms agree, before their weights are packed. Raises Unsupported where not."""

@@ -12,7 +12,7 @@ from cli.replay.policies import RoundRobin
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Timing
-from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Place, Transfer, TransferEnd
+from common.contracts.transfers import FROM_PEER, ImageName, Medium, PeerSource, Place, Transfer, TransferEnd
 from common.contracts.types import BlockHash, FrameId
 from gpuworker.scheduling.step_costs import StepCosts
 
@@ -143,11 +143,11 @@ class Timers:
 class Held:
     """Stands for a lease agent that has some contents."""
 
-    def __init__(self, *hashes: bytes) -> None:
-        self._hashes = hashes
+    def __init__(self, *keys: bytes) -> None:
+        self._keys = keys
 
-    def find_images(self, hashes: list[BlockHash]) -> list[Place | None]:
-        return [Place(Medium.HOST, FrameId(1)) if each in self._hashes else None for each in hashes]
+    def find_images(self, names: list[ImageName]) -> list[Place | None]:
+        return [Place(Medium.HOST, FrameId(1)) if each.key in self._keys else None for each in names]
 
 
 def test_a_source_sends_what_it_has_by_then_and_the_rest_is_stale() -> None:
