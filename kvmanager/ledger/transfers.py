@@ -361,8 +361,12 @@ def has_content(state: LedgerState, key: BlockHash, parent: BlockHash, depth: in
 
 
 def has_any(state: LedgerState, keys: frozenset[BlockHash]) -> bool:
-    """Return whether the worker has something of this in the pool or in host memory."""
-    return not keys.isdisjoint(state.store.cache.entries) or not keys.isdisjoint(state.store.cache.below)
+    """Return whether the worker has something of this in the pool or in host memory; takes O(keys).
+
+    A set that is compared with a dict itself would walk over all that the worker has.
+    """
+    cache = state.store.cache
+    return not (cache.entries.keys().isdisjoint(keys) and cache.below.keys().isdisjoint(keys))
 
 
 def _find_coming(state: LedgerState, tier: FrameTier, hashes: list[BlockHash], first: int, end: int) -> int:

@@ -57,6 +57,28 @@ def run_of(first: int, end: int) -> Reach:
     return lambda ledger: ledger.find_run(KEYS, first, end)
 
 
+class Counted(bytes):
+    """A hash that counts how often it is hashed."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        Counted.times += 1
+        return super().__hash__()
+
+
+def test_whether_a_worker_has_anything_of_a_prompt_does_not_depend_on_how_much_it_has() -> None:
+    ledger = make_ledger(4, host_frames=4)
+    cache = ledger.state.store.cache
+    cache.entries.update({BlockHash(Counted(bytes([1, each]) * 8)): BlockId(0) for each in range(100)})
+    cache.below.update({BlockHash(Counted(bytes([2, each]) * 8)): BlockId(0) for each in range(100)})
+    Counted.times = 0
+    assert not ledger.has_any(frozenset(KEYS))
+    assert Counted.times == 0
+    assert ledger.has_any(frozenset([*KEYS, BlockHash(bytes([1, 7]) * 8)]))
+    assert ledger.has_any(frozenset([*KEYS, BlockHash(bytes([2, 7]) * 8)]))
+
+
 # ---------------------------------------------------------------- who is asked
 
 
