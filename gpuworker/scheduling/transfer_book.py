@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from typing import Final
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Copy, TierCopy
@@ -128,7 +129,7 @@ class TransferBook:
             return None
         if whole.others:
             left, worst = self._left.pop(whole.id)
-            end = worst if end is TransferEnd.DONE else end
+            end = max(worst, end, key=_WEIGHTS.__getitem__)
             if left > 1 and transfer is not whole:
                 self._left[whole.id] = left - 1, end
                 return None
@@ -175,6 +176,16 @@ class TransferBook:
             at += len(frames)
             parent = each.parent_hash if each.depth and not group else None
             self.saved.claim(frames, Content(each.hash, parent, each.depth, each.last_used, group))
+
+
+_WEIGHTS: Final = {
+    TransferEnd.DONE: 0,
+    TransferEnd.STALE: 1,
+    TransferEnd.LATE: 1,
+    TransferEnd.FAILED: 2,
+    TransferEnd.CORRUPT: 2,
+}
+"""Of the ends of several pages the heaviest counts: behind the last ones the source holds nothing any more."""
 
 
 def filled_by(copies: Iterable[Copy | TierCopy]) -> frozenset[Place]:

@@ -395,6 +395,20 @@ def test_a_content_of_which_a_page_fails_is_none_and_the_disk_has_it_no_more(bad
     assert (frames.held, book.saved.held, book.open) == ({}, {}, {})
 
 
+@pytest.mark.parametrize("lost", [TransferEnd.CORRUPT, TransferEnd.FAILED])
+@pytest.mark.parametrize("other", [TransferEnd.STALE, TransferEnd.LATE])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_manager_hears_that_the_disk_has_lost_a_content_whatever_the_order_of_its_pages(
+    lost: TransferEnd, other: TransferEnd, first: bool
+) -> None:
+    """A page is corrupt, and the disk hangs behind it or before: the manager must forget what the worker forgets."""
+    book, frames = book_of_pages()
+    book.apply([of_two_pages()], frames)
+    ends = (lost, other) if first else (other, lost)
+    assert [book.end(*each, frames, 9) for each in zip(book.take_reads(), ends, strict=True)] == [None, lost]
+    assert book.saved.held == {}
+
+
 def test_a_page_of_a_void_transfer_is_not_one_of_the_next_with_its_number() -> None:
     book, frames = book_of_pages()
     book.apply([of_two_pages()], frames)
