@@ -78,6 +78,9 @@ TURNS = (Request((0, 1, 0, 1, 1), 1), Request((1, 0, 0, 1, 1, 1), 1), Request((0
 FETCHED = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
 """Both begin with the same two blocks, and a peer has these."""
 
+ONE_BLOCK = (Request((0, 1, 0), 1),)
+"""The disk, or a peer, has the block of it that may be a hit."""
+
 HALF, STALE = (TransferEnd.DONE, TransferEnd.STALE), (TransferEnd.STALE,)
 MOSTLY = (*(TransferEnd.DONE,) * 8, *TransferEnd)
 """A prompt goes on if all that it reads has come, of all groups."""
@@ -195,6 +198,12 @@ TINY: dict[str, Scenario] = {
     "disk_warm_closes": Scenario(
         WARM, 4, frames=4, disk=2, warm=(0, 1, 0, 0), budget=6, max_faults=1, faults={"close_disk": 1}
     ),
+    "disk_warm_state": Scenario(
+        ONE_BLOCK, 8, groups=STATE, frames=12, disk=8, warm=(0, 1), budget=6, max_faults=1, faults={"rot": 1}
+    ),
+    "disk_warm_compound": Scenario(
+        ONE_BLOCK, 12, groups=COMPOUND, frames=12, disk=10, warm=(0, 1), budget=6, max_faults=1, faults={"rot": 1}
+    ),
     "peers": Scenario(
         FETCHED, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=HALF, max_faults=1, faults={"cancel": 1}
     ),
@@ -218,9 +227,31 @@ TINY: dict[str, Scenario] = {
         faults={"worker_crash": 1, "hand_over": 1},
     ),
     "peers_stale": Scenario(TURNS, 4, frames=4, budget=6, max_num_seqs=1, peers=1, peer_ends=STALE),
+    "peers_window_reset": Scenario(
+        *(ONE_BLOCK, 6),
+        groups=WINDOW_FULL,
+        frames=8,
+        budget=6,
+        peers=1,
+        peer_ends=HALF,
+        max_faults=1,
+        faults={"reset": 1},
+    ),
     "ahead": Scenario(FETCHED[:1], 4, frames=8, budget=6, peers=1, peer_ends=HALF, wishes=2),
     "ahead_stale": Scenario(
         (replace(FETCHED[0], no_cache=True),), 4, frames=8, budget=6, peers=1, peer_ends=STALE, wishes=2
+    ),
+    "ahead_window_reset": Scenario(
+        (replace(ONE_BLOCK[0], no_cache=True),),
+        6,
+        groups=WINDOW_FULL,
+        frames=16,
+        budget=6,
+        peers=1,
+        peer_ends=STALE,
+        wishes=1,
+        max_faults=1,
+        faults={"reset": 1},
     ),
     "ahead_reset": Scenario(
         *(FETCHED[:1], 4),

@@ -23,7 +23,7 @@ QUICK = (
     *("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants"),
     *("window_reuse", "window_full_reuse", "chunk", "compound", "three"),
     *("state", "state_together", "state_tight"),
-    "ahead_stale",
+    *("ahead_stale", "ahead_window_reset", "disk_warm_state", "disk_warm_compound", "peers_window_reset"),
 )
 SMALL = (
     *("break", "break_stop", "reset", "hand_over"),
