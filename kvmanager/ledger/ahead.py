@@ -157,22 +157,18 @@ def may_order(state: LedgerState, now: float) -> bool:
 def _end_part(state: LedgerState, part: Part, now: float) -> None:
     ahead, wish = state.ahead, state.ahead.wishes[0]
     ahead.part, ahead.due = None, now + (now - part.began) * (1.0 / LINK_SHARE - 1.0)
-    came = max(0, _reach(state, wish) - wish.there - wish.came)
-    _note_came(state, wish, came)
-    wish.came += came
-    counts = state.totals.ahead_loads
-    counts[wish.kind.value] = counts.get(wish.kind.value, 0) + came
+    _count_came(state, wish, part)
     if part.failed or wish.there + wish.came == len(wish.hashes):
         why = f"{part.failed} blocks did not come" if part.failed else "all of it is there"
         _end_wish(state, ahead.wishes.popleft(), why, now)
 
 
-def _note_came(state: LedgerState, wish: Wish, count: int) -> None:
-    """Remember the next blocks of a wish, as far as host memory has them: the record of a grant says so."""
-    first, tier = wish.there + wish.came, state.store.tier
-    for each in wish.hashes[first : first + count]:
-        if tier is not None and each in tier.entries:
-            state.ahead.came[each] = wish.kind
+def _count_came(state: LedgerState, wish: Wish, part: Part) -> None:
+    """Count and remember what a part has brought."""
+    came, counts = max(0, _reach(state, wish) - wish.there - wish.came), state.totals.ahead_loads
+    wish.came += came
+    counts[wish.kind.value] = counts.get(wish.kind.value, 0) + came
+    state.ahead.note_came(part, wish.kind, state.store.cache.below)
 
 
 def _order_blocks(state: LedgerState, wish: Wish, now: float) -> str | None:
@@ -231,7 +227,9 @@ def _reach(state: LedgerState, wish: Wish) -> int:
 
 def end_wishes(state: LedgerState, why: str) -> None:
     """End all wishes. What is on its way comes, and counts as anything else there."""
-    now = state.clock.monotonic()
+    now, part = state.clock.monotonic(), state.ahead.part
+    if part is not None:
+        _count_came(state, state.ahead.wishes[0], part)
     for wish in state.ahead.wishes:
         wish.came = max(wish.came, _reach(state, wish) - wish.there)
         _end_wish(state, wish, why, now)

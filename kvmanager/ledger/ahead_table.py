@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from common.contracts.transfers import TransferEnd
+from common.contracts.transfers import Transfer, TransferEnd
 from common.contracts.types import BlockHash
 
 
@@ -55,17 +56,21 @@ class Wish:
 
 @dataclass(slots=True)
 class Part:
-    """Blocks of the first wish that were ordered at once; the transfers of `open` have not ended."""
+    """Blocks of the first wish that were ordered at once; the transfers of `open` have not ended.
+
+    Others have brought what has the keys `came`.
+    """
 
     open: set[int]
     began: float
     failed: int = 0
+    came: list[BlockHash] = field(default_factory=list)
 
 
 class AheadTable:
     """Wishes of one worker, the first one under way. No part is ordered before the clock reads `due`.
 
-    `came` has what came by them in this session and has not left host memory since.
+    `came` has the keys of what came by them in this session and has not left host memory since.
     """
 
     __slots__ = ("came", "due", "part", "wishes")
@@ -90,11 +95,24 @@ class AheadTable:
         """Return a wish that goes as far as a prefix, or further."""
         return next((each for each in self.wishes if each.hashes[: len(hashes)] == tuple(hashes)), None)
 
-    def note_end(self, number: int, end: TransferEnd) -> None:
+    def note_end(self, transfer: Transfer, end: TransferEnd) -> None:
         """Count a transfer that has ended, if it is one of the part under way."""
-        if self.part is not None and number in self.part.open:
-            self.part.open.discard(number)
-            self.part.failed += end is not TransferEnd.DONE
+        part = self.part
+        if part is None or transfer.id not in part.open:
+            return
+        part.open.discard(transfer.id)
+        if end is TransferEnd.DONE:
+            part.came.append(transfer.key)
+        else:
+            part.failed += 1
+
+    def note_came(self, part: Part, kind: AheadKind, there: Container[BlockHash]) -> None:
+        """Remember what a part has brought, as far as it is `there`, in host memory: the record of a grant says so."""
+        self.came.update([(key, kind) for key in part.came if key in there])
+
+    def forget_absent(self, there: Container[BlockHash]) -> None:
+        """Forget what came and is not `there`, in host memory, any more."""
+        self.came = {key: kind for key, kind in self.came.items() if key in there}
 
     def clear_wishes(self) -> None:
         """Forget what is to come. Transfers of a part that are open are then like those of a sequence that has left."""
@@ -111,7 +129,7 @@ class AheadTable:
         twin.due, twin.came = self.due, self.came.copy()
         twin.wishes.extend(map(replace, self.wishes))
         if self.part is not None:
-            twin.part = Part(self.part.open.copy(), self.part.began, self.part.failed)
+            twin.part = replace(self.part, open=self.part.open.copy(), came=self.part.came.copy())
         return twin
 
     def key(self, now: float) -> tuple[object, ...]:

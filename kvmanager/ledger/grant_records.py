@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from typing import Final
 
+from common.contracts.hashing import key_of
 from common.contracts.lease import AHEAD_REASON, FETCH_REASON, HOST_REASON, PARTIAL_REASON, RETENTION_REASON
 from common.contracts.transfers import TransferEnd
 from common.contracts.turns import BY_AGE
@@ -97,12 +98,18 @@ def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) ->
 
 
 def _ahead_reasons(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> list[str]:
-    """Return in words how many of the loaded blocks came ahead of need, by kind."""
-    came = state.ahead.came
-    if not came or not plan.frames:
+    """Return in words how many of the loaded blocks came ahead of need, by kind.
+
+    Where the pool has groups, a place of the prompt counts if a content of any group came for it.
+    """
+    came, loaded, hashes = state.ahead.came, plan.loaded_places, sequence.block_hashes
+    if not came or not loaded:
         return []
-    kinds = Counter(came[each] for each in sequence.block_hashes[plan.present : plan.shared] if each in came)
-    of_them = f"of the {len(plan.frames)} loaded blocks came before a request asked for them"
+    keys = [(place, hashes[place]) for place in range(plan.present, plan.shared)]
+    for group, run in enumerate(plan.runs, 1):
+        keys += [(place, key_of(hashes[place], group)) for place, _ in run.frames]
+    kinds = Counter({place: came[key] for place, key in keys if key in came}.values())
+    of_them = f"of the {loaded} loaded blocks came before a request asked for them"
     return [f"{AHEAD_REASON}{count} {of_them} ({kind})" for kind, count in sorted(kinds.items())]
 
 

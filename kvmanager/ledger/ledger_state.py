@@ -91,12 +91,15 @@ class LedgerState:
 
         `others` are its further pages.
         """
-        store = self.store
+        store, key = self.store, self.store.blocks.hash[block]
         taken = store.cache.store_below(block, worthless)
         if taken is None:
+            if key is not None and key not in store.cache.below:
+                self.ahead.came.pop(key, None)
             return
         self.count_drop(taken)
         if taken.frame == NO_FRAME or store.tier is None:
+            self.ahead.forget_absent(store.cache.below)  # all that is behind the block may have gone
             return
         self.tier_copies.append(TierCopy(block, taken.frame))
         if others:

@@ -580,7 +580,7 @@ def end_transfers(state: LedgerState, ended: Iterable[tuple[int, TransferEnd]]) 
             _end_save(state, transfer, end)
         else:
             _end_fetch(state, transfer, end)
-        state.ahead.note_end(number, end)
+        state.ahead.note_end(transfer, end)
         for waiting in transfers.waiting.pop(number, ()):
             _note_end(state, state.sequences.live[waiting], number, end)
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from common.contracts.clock import ManualClock
+from common.contracts.hashing import key_of
 from common.contracts.lease import AHEAD_REASON, CachedBlock, GrantBatch, Inventory
 from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferEnd
-from common.contracts.types import BlockHash, BlockId, DecisionKind, KvGroup, KvGroupKind
+from common.contracts.types import BlockHash, BlockId, DecisionKind, FrameId, KvGroup, KvGroupKind
+from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.ports import Reach
 from kvmanager.ledger import ahead
 from kvmanager.ledger.ahead_table import AheadKind, Answer, Outcome
@@ -324,6 +326,67 @@ def test_what_has_left_host_memory_since_or_a_reset_has_voided_did_not_come_ahea
     assert len(made.ledger.state.ahead.came) < 2
     made.ledger.reset_cache(1)
     assert made.ledger.state.ahead.came == {}
+
+
+def test_where_the_pool_has_groups_only_what_came_is_said_to_have_come() -> None:
+    """K and V of all blocks are in host memory, and those of the window's last two blocks come ahead of need."""
+    made = Made(frames=128, groups=WINDOW)
+    inventory = Inventory(
+        frames=tuple(CachedBlock(FrameId(n), KEYS[n], -1, 0, KEYS[max(0, n - 1)], n) for n in range(4)),
+        frame_groups=(0,) * 4,
+        frame_pages=tuple(map(FrameId, range(4))),
+    )
+    made.ledger.rebuild(inventory)
+    made.ledger.state.peers = made.source
+    made.ledger.schedule()
+    _, moves = made.wish(KEYS[:4])
+    assert [(each.group, each.depth) for each in moves] == [(1, 2), (1, 3)]
+    made.end(moves)
+    assert made.ledger.state.ahead.came == {key_of(KEYS[n], 1): PREFETCH for n in (2, 3)}
+    made.ledger.check_invariants()
+    batch = play(made.ledger, reserve=(reserve(1, prompt(4 * 16 + 1)),))
+    assert batch is not None
+    assert batch.admit[0].n_shared == 4
+    (grant,) = [each for each in made.ledger.drain_decisions() if each.kind is DecisionKind.GRANT]
+    of_them = "of the 4 loaded blocks came before a request asked for them"
+    assert [each for each in grant.reasons if each.startswith(AHEAD_REASON)] == [
+        f"{AHEAD_REASON}2 {of_them} (prefetch)"
+    ]
+
+
+@pytest.mark.parametrize("worthless", [True, False])
+def test_what_leaves_host_memory_beside_the_order_of_eviction_is_forgotten_too(worthless: bool) -> None:
+    """Its block is worth nothing, or all behind a block goes that gets no frame, for grants read every frame."""
+    made = Made(frames=8, blocks=2)
+    state = made.ledger.state
+    state.peers = None
+    run_through(made.ledger, 1, prompt(16 + 1))
+    state.peers = made.source
+    _, moves = made.wish(KEYS[:2])
+    assert depths(moves) == [1]
+    made.end(moves)
+    assert state.ahead.came == {KEYS[1]: PREFETCH}
+    tier, entries = state.store.tier, state.store.cache.entries
+    assert tier is not None
+    if worthless:
+        run_through(made.ledger, 2, prompt(2 * 16 + 1))
+        state.keep_below(entries[KEYS[1]], worthless=True)
+    else:
+        tier.hold([tier.entries[KEYS[1]]])
+        for number in range(7):
+            tier.expect(BlockHash(bytes([number]) * 16), ROOT, 0)
+        state.keep_below(entries[KEYS[0]])
+    assert KEYS[1] not in tier.entries
+    assert state.ahead.came == {}
+
+
+def test_what_of_a_part_had_come_when_the_worker_drained_is_counted() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:4])
+    made.end(moves[:3])
+    play(made.ledger, draining=True)
+    assert made.ledger.pool_counts().totals.ahead_loads == {"prefetch": 3}
+    assert list(made.ledger.state.ahead.came) == list(KEYS[:3])
 
 
 # ---------------------------------------------------------------- ends
