@@ -134,6 +134,8 @@ class FrameTier:
     def _take(self, key: BlockHash) -> Taken:
         """Take as many frames out of the free ones as a content has; drop others for them while there are too few."""
         count, free, dropped = self.pages_of(key), self.free, list[tuple[BlockHash, int]]()
+        if count > len(self.frames) - self.to_come:  # whatever goes, there will be too few
+            return Taken(NO_FRAME)
         while len(free) < count:
             if not self.order.can_pop():
                 return Taken(NO_FRAME, tuple(dropped))

@@ -208,6 +208,17 @@ def test_a_frame_that_was_read_goes_after_its_children_whatever_the_order_of_end
 
 
 @POLICIES
+def test_nothing_is_dropped_for_a_content_that_has_no_room_all_the_same(policy: EvictionName) -> None:
+    tier, large = FrameTier(6, policy, (1, 4, 7)), BlockHash(A + b"\1")
+    store(tier, 0, 1)
+    assert tier.take_frame(BlockHash(A + b"\2"), A, 0) == NOTHING, "it has more pages than there are frames"
+    assert tier.expect(large, A, 0).dropped == ()
+    assert tier.expect(BlockHash(B + b"\1"), B, 1) == NOTHING, "four of six frames are to be filled"
+    assert tier.entries.keys() == {A, B}
+    check_frames(tier, {})
+
+
+@POLICIES
 def test_a_lost_content_takes_its_descendants_along_and_spares_the_others(policy: EvictionName) -> None:
     tier = FrameTier(6, policy)
     expect(tier, 0, 1, 2, 3)
