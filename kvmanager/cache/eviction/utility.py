@@ -367,7 +367,8 @@ class PredictedUtility:
             # It is a leaf already. One run of blocks goes before another one loses a block: a gap costs the whole run.
             old = released <= self._gone + 1
             return parent if old and parent in self._leaves and self._klass[parent] == self._klass[number] else None
-        self._leaves.add(parent)
+        if parent not in self._leaves:  # a frame is one still if its child was stored after it
+            self._leaves.add(parent)
         return parent if released == self._gone and self._klass[parent] == self._klass[number] else None
 
     def _least(self) -> BlockId:

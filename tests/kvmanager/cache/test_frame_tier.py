@@ -207,6 +207,19 @@ def test_a_frame_that_was_read_goes_after_its_children_whatever_the_order_of_end
         check_frames(tier, {})
 
 
+@pytest.mark.parametrize("policy", ["lru", "utility"])
+def test_a_frame_whose_child_came_after_it_and_has_gone_is_not_taken_while_it_is_read(policy: EvictionName) -> None:
+    """Its block is in use, and that of its child was evicted: so it was a leaf when the child was stored."""
+    tier = FrameTier(2, policy)
+    store(tier, 0, 1)
+    others = [BlockHash(bytes([number]) * 16) for number in range(3)]
+    assert dropped_of(tier.take_frame(others[0], ROOT, 0)) == B
+    tier.hold([tier.entries[A]])
+    assert [dropped_of(tier.take_frame(each, ROOT, 0)) for each in others[1:]] == others[:2]
+    assert tier.entries.keys() == {A, others[2]}
+    check_frames(tier, {})
+
+
 @POLICIES
 def test_nothing_is_dropped_for_a_content_that_has_no_room_all_the_same(policy: EvictionName) -> None:
     tier, large = FrameTier(6, policy, (1, 4, 7)), BlockHash(A + b"\1")
