@@ -1,13 +1,14 @@
 """Watches what LRU would find, beside a policy that predicts: where that loses to LRU, age decides for a while.
 
 ```
-    released -----> shadow: the hashes that an LRU of the pool's size had ----> hits of LRU
+    released -----> shadow: the hashes that LRU would have in as much room ----> hits of LRU
        |                                                                            |  compared once
     the pool, in the order of the policy ------------------------------------> hits of the pool
                                                                                     |  a window
 ```
 
-Of a large pool some hashes stand for all (C. Waldspurger et al., SHARDS, FAST '15), of the pool and of LRU the same.
+What block tables hold takes its room from both, and is a hit of neither: no policy can evict it. Of a large pool some
+hashes stand for all (C. Waldspurger et al., SHARDS, FAST '15), of the pool and of LRU the same.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class RecencyGuard:
     count less and less.
     """
 
-    __slots__ = ("_due", "_found", "_lost", "_lru_found", "_mask", "_penance", "_shadow", "_size", "_window", "by_age")
+    __slots__ = ("_due", "_every", "_found", "_lost", "_lru_found", "_penance", "_shadow", "_window", "by_age")
 
     def __init__(self, num_blocks: int) -> None:
         every = 1
         while num_blocks // every > _SAMPLED and every < _MOST_SPARSE:
             every *= 2
-        self._mask, self._size = every - 1, max(1, num_blocks // every)
-        self._shadow: dict[BlockHash, None] = {}
+        self._every = every
+        # The oldest first; each counts once.
+        self._shadow: dict[BlockHash, int] = {}
         self._found = self._lru_found = 0.0
         self._window = max(_LEAST_WINDOW, num_blocks)
         self._due = 2 * self._window
@@ -53,29 +55,29 @@ class RecencyGuard:
         """Forget the contents, because the pool has lost them; what was found out stays."""
         self._shadow.clear()
 
-    def note_released(self, content: BlockHash) -> None:
-        """Note that no block table has a content any more. LRU has it now, and drops the oldest one for it."""
-        if content[0] & self._mask:
+    def note_released(self, content: BlockHash, cached: int) -> None:
+        """Note that no block table has a content any more, as one of so many `cached` ones: LRU has as many then."""
+        if content[0] & (self._every - 1):
             return
-        shadow = self._shadow
+        shadow, most = self._shadow, max(1, cached // self._every)
         shadow.pop(content, None)
-        shadow[content] = None
-        if len(shadow) > self._size:
+        shadow[content] = 1
+        while len(shadow) > most:
             del shadow[next(iter(shadow))]
 
     def note_found(self, content: BlockHash) -> None:
-        """Note that the pool had a content that a sequence wanted."""
-        if not content[0] & self._mask:
+        """Note that a sequence takes a cached content."""
+        if not content[0] & (self._every - 1):
             self._found += 1.0
-            self._lru_found += content in self._shadow
+            self._lru_found += self._shadow.pop(content, 0)
 
     def note_missed(self, content: BlockHash) -> None:
-        """Note that a content had to be computed or loaded."""
-        if not content[0] & self._mask:
-            self._lru_found += content in self._shadow
+        """Note that a content that is not cached had to be computed or loaded."""
+        if not content[0] & (self._every - 1):
+            self._lru_found += self._shadow.pop(content, 0)
 
     def note_dropped(self, content: BlockHash) -> None:
-        """Note that a content was dropped, although not for room: LRU would not have it either."""
+        """Note that a content is cached no more, although it was not evicted for room: nor would LRU have it."""
         self._shadow.pop(content, None)
 
     def judge(self, now: int) -> None:

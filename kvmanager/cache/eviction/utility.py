@@ -259,12 +259,11 @@ class PredictedUtility:
                 uses, born = min(before + 1, MOST_USES), then
         self._uses[block], self._origin[block], self._born[block] = uses, origin, born
         self._tip[block] = True
-        if content := self._blocks.hash[block]:
+        content = self._blocks.hash[block]
+        if content and self._entries.get(content, block) == block:
             self._guard.note_missed(content)
 
     def note_used(self, block: BlockId) -> None:
-        if content := self._blocks.hash[block]:
-            self._guard.note_found(content)
         uses = self._uses[block]
         if uses < MOST_USES:
             self._uses[block] = uses + 1
@@ -281,7 +280,7 @@ class PredictedUtility:
         self._run += 1
         self._length += 1
         if content := self._blocks.hash[block]:
-            self._guard.note_released(content)
+            self._guard.note_released(content, self._length)
 
     def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         # Nothing is known of their uses: they keep the class and the tip of a block that is new.
@@ -300,6 +299,8 @@ class PredictedUtility:
     def reuse_block(self, block: BlockId) -> None:
         self._lifetimes.reuse(self._klass[block], self._now - self._released[block])
         self._remove_block(block)
+        if content := self._blocks.hash[block]:
+            self._guard.note_found(content)
         self.note_used(block)
 
     def discard_block(self, block: BlockId) -> None:
@@ -317,6 +318,8 @@ class PredictedUtility:
 
     def replace_block(self, old: BlockId, by: BlockId) -> None:
         self._uses[by], self._born[by] = self._uses[old], self._born[old]
+        if content := self._blocks.hash[by]:
+            self._guard.note_dropped(content)
         self._remove_block(old)
 
     # ------------------------------------------------------------ eviction
