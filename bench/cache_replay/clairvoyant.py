@@ -86,6 +86,9 @@ class Clairvoyant:
     def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing."""
 
+    def forget_content(self, content: BlockHash) -> None:
+        """Change nothing: what comes is known."""
+
     def note_used(self, block: BlockId) -> None:
         """Change nothing."""
 

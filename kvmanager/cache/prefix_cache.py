@@ -518,7 +518,7 @@ class PrefixCache:
             tier.touch(block_hash)
             return None
         taken = tier.take_frame(block_hash, parent, blocks.index[block])
-        self.note_dropped(taken)
+        self.note_dropped(tier, taken)
         if taken.frame == NO_FRAME:
             if block_hash in tier.apart:
                 self.drop_tree(tier, block_hash)
@@ -527,10 +527,17 @@ class PrefixCache:
             self.touch_hash(block_hash)
         return taken
 
-    def note_dropped(self, taken: Taken) -> None:
-        """Note that frames were taken from what they held."""
-        if taken.dropped:
-            self._leave_tiers(taken.dropped)
+    def note_dropped(self, tier: FrameTier, taken: Taken) -> None:
+        """Note that frames of a tier were taken from what they held.
+
+        What a block has, or for the disk a frame of host memory, nobody lacks before it leaves there, and is kept anew.
+        """
+        if not taken.dropped:
+            return
+        for key, _ in taken.dropped:
+            if key in self.entries or (tier is self.disk and key in self.below):
+                tier.order.forget_content(key)
+        self._leave_tiers(taken.dropped)
 
     def note_arrived(self, tier: FrameTier, block_hash: BlockHash) -> None:
         """Let a tier have what a move has brought, and tell the index if it is new there."""

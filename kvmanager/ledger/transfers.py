@@ -459,7 +459,7 @@ def _is_at(tier: FrameTier, frame: FrameId, parent: BlockHash, depth: int) -> bo
 def _expect(state: LedgerState, tier: FrameTier, block_hash: BlockHash, parent: BlockHash, depth: int) -> Taken | None:
     """Take frames for what a transfer brings; what they held leaves the index, unless something else has it."""
     taken = tier.expect(block_hash, parent, depth)
-    state.store.cache.note_dropped(taken)
+    state.store.cache.note_dropped(tier, taken)
     if tier is state.store.tier:
         state.count_drop(taken)
     return taken if taken.frame != NO_FRAME else None

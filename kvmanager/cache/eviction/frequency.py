@@ -72,6 +72,9 @@ class Frequency:
         if self._rounds[block] < _ROUNDS:
             self._rounds[block] += 1
 
+    def forget_content(self, content: BlockHash) -> None:
+        """Change nothing: what has gone is not remembered here."""
+
     def add_block(self, block: BlockId) -> None:
         self._cached[block] = True
         if not self._blocks.children[block]:

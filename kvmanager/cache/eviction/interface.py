@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Final, Protocol
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.types import BlockId
+from common.contracts.types import BlockHash, BlockId
 
 Mark = tuple[int, ...]
 """What a policy remembers of an evicted hash until it is registered again, or forgotten; empty: nothing."""
@@ -99,6 +99,10 @@ class EvictionOrder(Protocol):
 
     def note_used(self, block: BlockId) -> None:
         """Note that one more block table holds a block in use."""
+        ...
+
+    def forget_content(self, content: BlockHash) -> None:
+        """Note that an evicted content is at hand elsewhere: it may come back although nobody has missed it."""
         ...
 
     def mark_of(self, block: BlockId) -> Mark:

@@ -198,6 +198,9 @@ class LeastRecentlyUsed(LinkedBlocks):
     def note_used(self, block: BlockId) -> None:
         """Change nothing: only the order of release counts."""
 
+    def forget_content(self, content: BlockHash) -> None:
+        """Change nothing: what has gone is not remembered."""
+
     def mark_of(self, block: BlockId) -> Mark:
         return NO_MARK
 

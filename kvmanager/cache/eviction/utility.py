@@ -268,6 +268,9 @@ class PredictedUtility:
         if uses < MOST_USES:
             self._uses[block] = uses + 1
 
+    def forget_content(self, content: BlockHash) -> None:
+        self._guard.note_dropped(content)
+
     def add_block(self, block: BlockId) -> None:
         if self._blocks.children[block]:
             self._tip[block] = False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import get_args
+from unittest import mock
 
 import pytest
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks
 from common.contracts.types import BlockHash, BlockId, FrameId
+from kvmanager.cache.eviction.lru import LeastRecentlyUsed
+from kvmanager.cache.eviction.utility import PredictedUtility
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.block import CACHED, FREE, IN_USE, ROOT, Blocks
@@ -218,6 +221,34 @@ def test_a_frame_whose_child_came_after_it_and_has_gone_is_not_taken_while_it_is
     assert [dropped_of(tier.take_frame(each, ROOT, 0)) for each in others[1:]] == others[:2]
     assert tier.entries.keys() == {A, others[2]}
     check_frames(tier, {})
+
+
+@pytest.mark.parametrize("where", ["nowhere", "block", "frame of host memory"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_blocks_have_is_no_loss_to_host_memory_nor_to_the_disk(saved: bool, where: str) -> None:
+    """It comes into a frame again once its block is evicted, and nobody has missed it."""
+    host, disk, blocks = FrameTier(2, "lru"), FrameTier(1, "lru"), Blocks(1)
+    cache, tier = PrefixCache(blocks, 8, tier=host, disk=disk), disk if saved else host
+    if where == "block":
+        cache.register_block(BlockId(0), A, ROOT)
+    elif where == "frame of host memory":
+        host.take_frame(A, ROOT, 0)
+    if A not in tier.entries:
+        tier.take_frame(A, ROOT, 0)
+    with mock.patch.object(LeastRecentlyUsed, "forget_content") as forget:
+        while A in tier.entries:
+            cache.note_dropped(tier, tier.take_frame(BlockHash(bytes([len(tier)]) * 16), ROOT, 0))
+    elsewhere = where == "block" or (saved and where != "nowhere")
+    assert [each.args for each in forget.call_args_list] == [(A,)] * elsewhere
+
+
+def test_a_content_that_is_no_loss_is_none_when_it_comes_back() -> None:
+    tier = FrameTier(2, "utility")
+    store(tier, 0)
+    assert isinstance(tier.order, PredictedUtility)
+    tier.order.forget_content(A)
+    tier.order._guard.note_missed(A)
+    assert tier.order._guard._lru_found == 0
 
 
 @POLICIES
