@@ -163,8 +163,8 @@ class GroupMatcher:
         block of the prompt.
         """
         known, sizes = self._known(), self._config.block_pages
-        reach = known
-        while 0 <= reach < self._limit and elsewhere(*self._named(reach, 0)):
+        reach, end = known, min(self._limit, known + most)  # of the first group alone more would have to come
+        while 0 <= reach < end and elsewhere(*self._named(reach, 0)):
             reach += 1
         for _ in range(_TRIES):
             boundary = self._deepest(max(reach, 0), elsewhere)

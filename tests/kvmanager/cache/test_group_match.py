@@ -300,6 +300,19 @@ def test_without_room_for_all_of_it_a_shallower_boundary_is_reached() -> None:
     assert reached((FULL, WINDOW), *pictures, hits=8) == (8, [])
 
 
+def test_no_more_places_are_looked_at_than_may_come() -> None:
+    """A peer may have all of a long prompt: it is asked for what one fetch brings, behind what is there."""
+    matcher, elsewhere = matcher_of((FULL, STATE), "xxdddddd", "..dddddd")
+    asked = list[tuple[int, int]]()
+
+    def has(key: BlockHash, _: BlockHash, depth: int) -> bool:
+        asked.append((group_in(key), depth))
+        return key in elsewhere
+
+    assert matcher.find_boundary(has, 0, 3, 99) == 4
+    assert asked == [(0, 2), (0, 3), (0, 4), (1, 4), (1, 3)]
+
+
 def test_what_a_boundary_lacks_says_where_it_stands() -> None:
     matcher, _ = matcher_of((FULL, STATE), "xdd", "..d")
     assert matcher.lacking(3) == [(KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[1], 2), (key_of(KEYS[2], 1), KEYS[2], 2)]
