@@ -185,7 +185,7 @@ _WEIGHTS: Final = {
     TransferEnd.FAILED: 2,
     TransferEnd.CORRUPT: 2,
 }
-"""Of the ends of several pages the heaviest counts: behind the last ones the source holds nothing any more."""
+"""Of the ends of several pages the heaviest counts. After FAILED and CORRUPT the source holds nothing any more."""
 
 
 def filled_by(copies: Iterable[Copy | TierCopy]) -> frozenset[Place]:
