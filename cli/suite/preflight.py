@@ -177,8 +177,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     redis = _flags(settings, ["redis_ca"])
     recorded = _flags(settings, [key for key in _TO_RECORD if key in reading.own])
     router_own = _flags(settings, [key for key in _TO_ROUTER if key in reading.own])
-    pages = [word for origin in settings.cors_origins for word in ("--cors-origins", origin)]
-    pages += [word for name in settings.allowed_hosts for word in ("--allowed-hosts", name)]
+    pages = _flags(settings, ["cors_origins", "allowed_hosts"])
     model = Path(settings.model).expanduser()
     names = settings.model_name or _name_of(model, model_name)
     if clashes := [value for value in settings.lora if value.partition("=")[0] in names]:
@@ -257,7 +256,8 @@ def _flags(settings: UpSettings, keys: Iterable[str]) -> tuple[str, ...]:
 def _flag(key: str, value: object) -> tuple[str, ...]:
     if isinstance(value, bool):
         return (flag_of(key) if value else flag_of(f"no_{key}"),)
-    return () if value is None else (flag_of(key), str(value))
+    values = value if isinstance(value, tuple) else () if value is None else (value,)
+    return tuple(word for each in values for word in (flag_of(key), str(each)))
 
 
 def _check_programs(

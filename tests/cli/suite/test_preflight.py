@@ -304,6 +304,15 @@ def test_what_no_worker_could_do_is_found_before_anything_starts(folder: Path, b
     assert found["--kv-memory"].startswith("asks for 1000.0 TiB for each of 2 workers, and ")
 
 
+def test_every_adapter_reaches_each_worker_alone(base: dict[str, str]) -> None:
+    given = ("--lora", "a=/x/a", "--lora", "b=/x/b", "--max-loras", "1")
+    found = programs(suite_options((*given, "--workers", "2"), base))
+    for name in ("worker-0", "worker-1"):
+        worker = load(GpuWorkerSettings, found[name].flags, {})
+        assert (worker.lora, worker.max_loras) == (("a=/x/a", "b=/x/b"), 1)
+    assert "--lora" not in (*found["kvmanager"].flags, *found["router"].flags)
+
+
 def test_a_draft_model_reaches_the_workers(folder: Path, base: dict[str, str]) -> None:
     options = suite_options(("--draft-model", str(folder)), base)
     worker = load(GpuWorkerSettings, programs(options)["worker-0"].flags, base)
