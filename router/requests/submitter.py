@@ -129,19 +129,26 @@ class Submitter:
         return await self._has_adapter(run, placement, wanted)
 
     async def _has_adapter(self, run: RequestRun, placement: Placement, wanted: AdapterRef) -> bool:
-        """Let a request wait until its worker has loaded its adapter. Raises as `AdapterLoads.load` does."""
-        there = False
+        """Let a request wait until its worker has loaded its adapter. Raises as `AdapterLoads.load` does.
+
+        Where the adapter finds no room, others get the place meanwhile, and the request looks for another one then.
+        """
+        there, held = False, [*placement.reservations]
+
+        def give_way() -> None:
+            while held:
+                held.pop().release()
+
         run.log.loads_adapter(wanted.name, placement.worker_id)
         try:
-            await self._loads.load(placement.client, wanted, run.request.deadline, run.inbox.interrupted)
-            there = self._dispatcher.may_take(placement) and not run.inbox.interrupted.is_set()
+            await self._loads.load(placement.client, wanted, run.request.deadline, run.inbox.interrupted, give_way)
+            there = bool(held) and self._dispatcher.may_take(placement) and not run.inbox.interrupted.is_set()
         except Unavailable:
             pass  # the worker was lost: another one is looked for
         finally:
             run.log.adapter_left()
             if not there:
-                for reservation in placement.reservations:
-                    reservation.release()
+                give_way()
         return there
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -38,10 +39,10 @@ class Client:
 
 
 def begin(
-    loads: AdapterLoads, client: Client, deadline: float | None = None
+    loads: AdapterLoads, client: Client, deadline: float | None = None, give_way: Callable[[], None] = lambda: None
 ) -> tuple[asyncio.Task[None], asyncio.Event]:
     interrupted = asyncio.Event()
-    wait = loads.load(cast("WorkerClient", client), SQL, deadline, interrupted)
+    wait = loads.load(cast("WorkerClient", client), SQL, deadline, interrupted, give_way)
     return asyncio.create_task(wait), interrupted
 
 
@@ -79,6 +80,45 @@ async def test_a_full_memory_is_asked_again_and_then_refuses() -> None:
     third.set_exception(FULL)
     with pytest.raises(Overloaded):
         await waiting
+    assert len(client.loads) == 3
+
+
+async def test_requests_give_way_once_while_the_memory_is_full() -> None:
+    loads, client, gave = AdapterLoads(ManualClock().monotonic), Client(), list[str]()
+    first, _ = begin(loads, client, give_way=lambda: gave.append("first"))
+    load = await client.next_load()
+    assert gave == []
+    load.set_exception(FULL)
+    await client.next_load()
+    second, _ = begin(loads, client, give_way=lambda: gave.append("second"))
+    client.loads[-1].set_exception(FULL)
+    (await client.next_load()).set_result(None)
+    await asyncio.gather(first, second)
+    assert gave == ["first", "second"]
+
+
+async def test_a_load_that_finds_room_lets_nobody_give_way() -> None:
+    loads, client, gave = AdapterLoads(ManualClock().monotonic), Client(), list[str]()
+    waiting, _ = begin(loads, client, give_way=lambda: gave.append("first"))
+    (await client.next_load()).set_result(None)
+    await waiting
+    assert gave == []
+
+
+async def test_a_full_memory_is_not_asked_for_requests_that_have_left() -> None:
+    others = asyncio.all_tasks()
+    loads, client = AdapterLoads(ManualClock().monotonic), Client()
+    waiting, interrupted = begin(loads, client)
+    (await client.next_load()).set_exception(FULL)
+    load = await client.next_load()
+    interrupted.set()
+    await waiting
+    load.set_exception(FULL)
+    another, _ = begin(loads, client)
+    async with asyncio.timeout(60):
+        (await client.next_load()).set_result(None)
+        await another
+        await asyncio.gather(*asyncio.all_tasks() - others, return_exceptions=True)
     assert len(client.loads) == 3
 
 

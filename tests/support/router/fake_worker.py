@@ -59,6 +59,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     streams: int = 0
     # One for each pulse of a router.
     pulses: list[pb.Pulse] = field(default_factory=list)
+    loads: list[pb.LoadAdapter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -142,6 +143,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
                     await self._note(self.cancels, request.cancel)
                 case "pulse":
                     await self._note(self.pulses, request.pulse)
+                case "load_adapter":
+                    await self._note(self.loads, request.load_adapter)
                 case "find":
                     # It has no orphans.
                     self.say(pb.StreamResponse(found=pb.Found(query=request.find.query)))
@@ -196,6 +199,16 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     def refuse(self, handle: int, error: QuireError) -> None:
         status = to_status(error).SerializeToString()
         self.say(pb.StreamResponse(refused=pb.Refused(handle=handle, status=status)))
+
+    def tell_of_adapters(self, **in_memory: bool) -> None:
+        """Say which adapters it knows; the content of each is 64 times the first letter of its name."""
+        known = [pb.Adapter(name=name, fingerprint=64 * name[0], in_memory=held) for name, held in in_memory.items()]
+        self.say(pb.StreamResponse(adapters=pb.Adapters(adapters=known, max_in_memory=1)))
+
+    def answer_load(self, error: QuireError | None = None) -> None:
+        """Answer the last load."""
+        status = b"" if error is None else to_status(error).SerializeToString()
+        self.say(pb.StreamResponse(adapter_answer=pb.AdapterAnswer(query=self.loads[-1].query, status=status)))
 
     def step(
         self,
