@@ -19,6 +19,7 @@ from common.contracts.errors import (
     FieldViolation,
     InvalidConfig,
     InvalidRequest,
+    NotFound,
     Overloaded,
     PermissionDenied,
     QuireError,
@@ -122,6 +123,8 @@ class AdapterStore:
                 self._table.check_room(known)
             began = time.monotonic()
             read = await self._read_beside(folder)
+            if known is not None and self._known(wanted.name) is None:
+                raise NotFound(f"adapter {wanted.name!r} was unloaded while it was read; load it")
             if wanted.fingerprint not in ("", read.fingerprint):
                 what = f"has changed in {folder} since it was loaded under this name; load it again"
                 raise InvalidRequest(FieldViolation("lora_name", f"{wanted.name!r} {what}"))
@@ -146,7 +149,7 @@ class AdapterStore:
             raise InvalidRequest(FieldViolation("lora_path", str(error))) from None
 
     def _below_root(self, path: str) -> Path:
-        """Return the folder that a path names. Links are followed first, so none leads out."""
+        """Return the folder that a path names. Links are followed first, those of its files too, so none leads out."""
         root = self._limits.root
         if root is None:
             what = "this worker loads no adapters at run time; start it with --lora-dir, and load from below its folder"
@@ -154,8 +157,14 @@ class AdapterStore:
         if not path or len(path) > MAX_ADAPTER_PATH_CHARS or "\0" in path:
             what = f"expected the path of a folder, at most {MAX_ADAPTER_PATH_CHARS} characters"
             raise InvalidRequest(FieldViolation("lora_path", what))
-        folder = (root / path).resolve()
-        if not folder.is_relative_to(root):
+        try:
+            folder = (root / path).resolve()
+            places = [folder, *((folder / name).resolve() for name in ADAPTER_FILES)]
+        except (OSError, RuntimeError):  # RuntimeError: Python 3.11 and 3.12, for links that lead in a circle
+            raise InvalidRequest(
+                FieldViolation("lora_path", "has links that lead nowhere; expected a folder below --lora-dir")
+            ) from None
+        if not all(each.is_relative_to(root) for each in places):
             raise PermissionDenied(f"adapters are loaded from below {root} alone; copy the folder there")
         return folder
 

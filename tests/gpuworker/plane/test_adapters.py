@@ -86,6 +86,22 @@ async def test_a_cold_one_is_read_again_and_one_in_memory_is_not(tmp_path: Path)
     assert folders.reads == ["a", "b", "a"]
 
 
+async def test_one_that_is_unloaded_while_it_is_read_stays_unloaded(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
+    for name in "ab":
+        await store.load(AdapterRef(name, ""), name)
+    folders.begun.clear()
+    folders.go_on.clear()
+    load = asyncio.create_task(store.load(AdapterRef("a", CONTENT)))
+    await asyncio.to_thread(folders.begun.wait, 60)
+    store.unload("a")
+    folders.go_on.set()
+    with pytest.raises(NotFound, match="was unloaded while it was read"):
+        await load
+    assert known(store) == {"b": True}
+
+
 async def test_one_that_changed_on_disk_is_no_other_adapter_under_its_name(tmp_path: Path) -> None:
     folders = Folders()
     folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
@@ -103,6 +119,34 @@ async def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> Non
     store = opened(Folders(), (tmp_path / "root").resolve())
     with pytest.raises(PermissionDenied, match="are loaded from below"):
         await store.load(AdapterRef("x", ""), path)
+
+
+@pytest.mark.parametrize("file", ADAPTER_FILES)
+async def test_no_link_of_a_file_leads_out_of_the_folder(tmp_path: Path, file: str) -> None:
+    folders, root = Folders(), (tmp_path / "root").resolve()
+    folders.contents, store = {"a": CONTENT, "b": CONTENT}, opened(folders, root)
+    root.mkdir()
+    for name, target in (("a", tmp_path / "out"), ("b", root / "blob")):
+        write(root, name)
+        target.write_text("x")
+        (root / name / file).unlink()
+        (root / name / file).symlink_to(target)
+    with pytest.raises(PermissionDenied, match="are loaded from below"):
+        await store.load(AdapterRef("x", ""), "a")
+    for _ in range(2):
+        await store.look_at_root()
+    assert known(store) == {"b": True}
+    assert folders.reads == ["b"]
+
+
+async def test_links_in_a_circle_are_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    store = opened(Folders(), tmp_path)
+    with pytest.raises(InvalidRequest):
+        await store.load(AdapterRef("x", ""), "loop")
+    for _ in range(2):
+        await store.look_at_root()
+    assert known(store) == {}
 
 
 @pytest.mark.parametrize("path", ["x" * (MAX_ADAPTER_PATH_CHARS + 1), "x\0y"])
