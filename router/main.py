@@ -304,9 +304,11 @@ class RouterProcess:
     def _add_vllm(self, files: TokenizerFiles) -> None:
         """Add the services that gateways call vLLM by."""
         server, frontend, metered = self._server.server, self.frontend, self._metered
-        generation = VllmInferenceServicer(frontend, metered, self._card, self._calls)
+        generation = VllmInferenceServicer(frontend, metered, self._card, self._calls, self.pool)
         vllm_inference_pb2_grpc.add_InferenceServicer_to_server(generation, server)
-        control = ControlServicer(self.status, self._routers, self._calls, self._name, lambda: self._admin.address)
+        control = ControlServicer(
+            self.status, self._routers, self._calls, self._name, lambda: self._admin.address, self.pool
+        )
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         engine = EngineServicer(frontend, metered, self.status, self._routers, self._calls, files, self._why_not_ready)
         engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)

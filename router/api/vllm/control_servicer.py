@@ -14,13 +14,14 @@ from quire.vllm.v1 import control_pb2_grpc as rpc
 from router.api.shared.call_context import Calls, Context
 from router.api.vllm.facts import PortRouters, StatusSource, Totals, abort_all
 from router.api.vllm.inference_codec import SCHEMA_VERSION
+from router.contracts.ports import AdapterSource
 
 CONTROL: Final = "vllm.Control"
 _EVENTS: Final = "quire.kvmanager.v1.KvManagerService/SubscribeKvEvents"
 _WEIGHTS: Final = (
     "workers read their weights at their start; start workers with another checkpoint, and drain the old ones"
 )
-_ADAPTERS: Final = "adapters are not served by this API"
+_ADAPTERS: Final = "adapters are loaded, unloaded and listed by `quire adapters`, or by HTTP at /v1/load_lora_adapter"
 _PAUSES: Final = "workers do not pause; drain one by SIGTERM, and others go on with its requests"
 
 
@@ -38,8 +39,15 @@ class ControlServicer(rpc.ControlServicer):
     """`events_at` returns HOST:PORT of the admin plane, where events of the caches stand."""
 
     def __init__(
-        self, status: StatusSource, routers: PortRouters, calls: Calls, name: str, events_at: Callable[[], str]
+        self,
+        status: StatusSource,
+        routers: PortRouters,
+        calls: Calls,
+        name: str,
+        events_at: Callable[[], str],
+        adapters: AdapterSource,
     ) -> None:
+        self._adapters = adapters
         self._status, self._routers, self._calls = status, routers, calls
         self._name, self._events_at = name, events_at
 
@@ -78,6 +86,7 @@ class ControlServicer(rpc.ControlServicer):
             served_model_aliases=card.aliases,
             supports_text_input=bool(card.identity.tokenizer_fingerprint),
             supports_token_ids_input=True,
+            supports_lora=bool(self._adapters.adapter_names()),
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

@@ -41,7 +41,6 @@ _TEXT_ALONE: Final = "the model takes text alone; leave it out"
 _OWN_MEANS: Final = "blocks move between Quire's workers by its own means; leave it out"
 _NOT_OFFERED: Final = {
     "media": _TEXT_ALONE,
-    "lora_name": "adapters are not served by this API; leave it out",
     "kv_hints": "hints are not followed here; leave it out, and use Quire's cache_retention by its own API",
 }
 _NOT_OF_KV: Final = {"kv_transfer_params": _OWN_MEANS, "ec_transfer_params": _OWN_MEANS}

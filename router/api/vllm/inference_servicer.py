@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
-from common.contracts.errors import ModelNotFound
-from common.contracts.limits import MAX_REPLY_BYTES
+from common.contracts.errors import FieldViolation, InvalidRequest, ModelNotFound
+from common.contracts.limits import MAX_ADAPTER_NAME_CHARS, MAX_REPLY_BYTES
 from quire.vllm.v1 import inference_pb2 as pb
 from quire.vllm.v1 import inference_pb2_grpc as rpc
 from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
@@ -17,7 +17,7 @@ from router.api.shared.field_names import in_words_by
 from router.api.vllm.fields import Asked, charged_if_wrong, check_rank
 from router.api.vllm.inference_codec import LEAST_ENTRY_BYTES, Answer, merged, read
 from router.contracts.events import ValidatedRequest
-from router.contracts.ports import Frontend, ModelCard, RequestValidator
+from router.contracts.ports import AdapterSource, Frontend, ModelCard, RequestValidator
 from router.requests.request_ids import correlation_id, recorded_id
 
 INFERENCE: Final = "vllm.Inference"
@@ -26,8 +26,11 @@ INFERENCE: Final = "vllm.Inference"
 class InferenceServicer(rpc.InferenceServicer):
     """Answers gateways. Errors are mapped by the server's interceptor; a cancelled call closes its events."""
 
-    def __init__(self, frontend: Frontend, validator: RequestValidator, card: ModelCard, calls: Calls) -> None:
+    def __init__(
+        self, frontend: Frontend, validator: RequestValidator, card: ModelCard, calls: Calls, adapters: AdapterSource
+    ) -> None:
         self._frontend, self._validator, self._card, self._calls = frontend, validator, card, calls
+        self._adapters = adapters
         self._room = AnswerRoom()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -54,15 +57,28 @@ class InferenceServicer(rpc.InferenceServicer):
         note_id(request.request_id)
         with charged_if_wrong(self._calls.meter, call):
             check_rank(context)
-            self._check_model(request.model)
+            model = self._model_of(request)
         if request.session_id:
             call = replace(call, correlation_id=recorded_id(correlation_id(request.session_id)))
         asked = read(request, self._card, streaming)
-        return asked, await asked.validated(self._validator, replace(call, model=request.model))
+        return asked, await asked.validated(self._validator, replace(call, model=model))
 
-    def _check_model(self, name: str) -> None:
-        if name and name not in self._card.names:
-            raise ModelNotFound(f"model {name!r} is not served here; {self._card.name!r} is", name)
+    def _model_of(self, request: pb.GenerateRequest) -> str:
+        """Return the base or the adapter that a request is for. Raises ModelNotFound, and InvalidRequest for two."""
+        model, adapter, card = request.model, request.lora_name, self._card
+        if model not in ("", *card.names):
+            self._check_adapter("model", model)
+        if adapter:
+            self._check_adapter("adapter", adapter)
+            if model not in ("", adapter, *card.names):
+                what = f"is {adapter!r}, and model is {model!r}, which is another adapter; leave one of them out"
+                raise InvalidRequest(FieldViolation("lora_name", what))
+        return adapter or model
+
+    def _check_adapter(self, kind: str, name: str) -> None:
+        if self._adapters.find_adapter(name) is None:
+            shown = name[:MAX_ADAPTER_NAME_CHARS]
+            raise ModelNotFound(f"{kind} {shown!r} is not served here; {self._card.name!r} is", shown)
 
     async def _responses(
         self, request: pb.GenerateRequest, validated: ValidatedRequest

@@ -204,6 +204,9 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
         rpc("ModelInfer", KSERVE, infer(max_tokens=1), "kserve")),
     "wrong field, vLLM": (
         "vllm", "vllm.Inference/Generate", "INVALID_ARGUMENT", "INVALID_FIELD",
+        rpc("Generate", VLLM, asked(decoding=vllm_pb2.DecodingParameters(structural_tag=SECRET)))),
+    "other adapter, vLLM": (
+        "vllm", "vllm.Inference/Generate", "NOT_FOUND", "MODEL_NOT_FOUND",
         rpc("Generate", VLLM, asked(lora_name=SECRET))),
     "other model, vLLM": (
         "vllm", "vllm.Inference/Generate", "NOT_FOUND", "MODEL_NOT_FOUND", rpc("Generate", VLLM, asked(model=SECRET))),

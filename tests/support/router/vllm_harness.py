@@ -12,6 +12,7 @@ import pytest
 from google.rpc import status_pb2
 from grpc import aio
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.clock import ManualClock
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound
 from common.contracts.types import Constraint, KvGeometry, PoolIdentity
@@ -93,6 +94,19 @@ class Status:
                 _worker("draining", running=1, waiting=1, unheld=9),
             ],
         )
+
+
+class Adapters:
+    """Two adapters beside the base."""
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        return AdapterRef(name, name[0] * 64) if name in self.adapter_names() else None
+
+    def adapter_names(self) -> list[str]:
+        return ["sql", "chat"]
+
+    def check_model(self, name: str) -> None:
+        """Take any name: the services have checked it."""
 
 
 class Constraints:
@@ -186,10 +200,11 @@ async def served_api() -> AsyncIterator[Api]:
         )
         api = Api(*stubs, channel, frontend, ManualClock(ARRIVED), Callers(), Aborts())
         validator = Validator(text, FACTS, draw_seed=lambda: 11, constraints=Constraints())
+        adapters = validator.adapters = Adapters()
         status, calls = Status(card), Calls(api.clock, api.callers)
-        generation = InferenceServicer(frontend, validator, card, calls)
+        generation = InferenceServicer(frontend, validator, card, calls, adapters)
         inference_pb2_grpc.add_InferenceServicer_to_server(generation, server.server)
-        control = ControlServicer(status, api.aborts, calls, "router-1", lambda: ADMIN_PLANE)
+        control = ControlServicer(status, api.aborts, calls, "router-1", lambda: ADMIN_PLANE, adapters)
         control_pb2_grpc.add_ControlServicer_to_server(control, server.server)
         files = TokenizerFiles(DEMO)
         engine = EngineServicer(frontend, validator, status, api.aborts, calls, files, lambda: api.why_not_ready)

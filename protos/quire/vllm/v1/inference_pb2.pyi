@@ -66,7 +66,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """The client's own id; empty: the router makes one."""
     model: _builtins.str
-    """Empty: the served model."""
+    """The served model, or one of its LoRA adapters. Empty: the served model."""
     text: _builtins.str
     temperature: _builtins.float
     """Unset is 0: greedy."""
@@ -77,7 +77,7 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """Names several requests of one conversation; Quire keeps it as their correlation id."""
     lora_name: _builtins.str
-    """Refused."""
+    """The LoRA adapter that computes the request, as `model` may name it too. NOT_FOUND if it is not served."""
     watermarking: _builtins.bool
     """Without effect: no watermark is configured."""
     @_builtins.property

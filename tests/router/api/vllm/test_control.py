@@ -64,6 +64,7 @@ async def test_facts_of_the_model(api: Api) -> None:
         served_model_aliases=["alias"],
         supports_text_input=True,
         supports_token_ids_input=True,
+        supports_lora=True,
     )
 
 

@@ -9,10 +9,12 @@ import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import DeadlineExceeded
 from common.contracts.types import ConstraintKind, FinishReason, TokenLogprobs, Usage
 from quire.vllm.v1 import inference_pb2 as pb
 from router.contracts.events import Finished, PromptLogprobs, Tokens, ValidatedRequest
+from router.tenants.tenancy import Caller, Tenant
 from tests.support.router.fake_frontend import TIMINGS, Step, admitted, finished, tokens
 from tests.support.router.vllm_harness import PATIENCE_S, Api, mistakes_in, refused
 
@@ -261,7 +263,6 @@ async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
     found = await mistakes(
         api,
         **IDS,
-        lora_name="a",
         media=[pb.MediaItem(url="http://127.0.0.1/a.png")],
         kv_hints=pb.KVHintsEnvelope(message_id="1"),
         decoding=pb.DecodingParameters(structural_tag="{}", bad_words_token_ids=[pb.TokenIds(ids=[1, 2])]),
@@ -276,7 +277,6 @@ async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
         "kv.ec_transfer_params",
         "kv.kv_transfer_params",
         "kv_hints",
-        "lora_name",
         "media",
         "stopping.thinking_token_budget",
     ]
@@ -422,6 +422,47 @@ async def test_another_model_is_not_found_and_the_served_one_is_named(api: Api) 
     what = "model 'gpt' is not served here; 'demo' is"
     request = pb.GenerateRequest(**IDS, model="gpt")
     assert await refused(api.inference.Generate(request)) == (grpc.StatusCode.NOT_FOUND, what)
+
+
+@pytest.mark.parametrize(
+    ("names", "adapter"),
+    [
+        ({"lora_name": "sql"}, "sql"),
+        ({"model": "demo", "lora_name": "sql"}, "sql"),
+        ({"model": "alias", "lora_name": "chat"}, "chat"),
+        ({"model": "sql", "lora_name": "sql"}, "sql"),
+        ({"model": "chat"}, "chat"),
+        ({"model": "demo"}, None),
+        ({}, None),
+    ],
+)
+async def test_a_request_names_its_adapter_as_such_or_as_its_model(
+    api: Api, names: dict[str, str], adapter: str | None
+) -> None:
+    await streamed(api, **IDS, **names)
+    expected = None if adapter is None else AdapterRef(adapter, adapter[0] * 64)
+    assert api.served.adapter == expected
+
+
+@pytest.mark.parametrize("name", ["gpt", "demo", "alias", "../sql", "sql/", "x" * 100_000])
+async def test_an_adapter_that_is_not_served_is_not_found(api: Api, name: str) -> None:
+    """The base is no adapter either."""
+    what = f"adapter {name[:128]!r} is not served here; 'demo' is"
+    request = pb.GenerateRequest(**IDS, lora_name=name)
+    assert await refused(api.inference.Generate(request)) == (grpc.StatusCode.NOT_FOUND, what)
+    assert not api.frontend.requests
+
+
+async def test_two_adapters_are_one_too_many(api: Api) -> None:
+    what = "is 'sql', and model is 'chat', which is another adapter; leave one of them out"
+    assert await mistakes(api, **IDS, model="chat", lora_name="sql") == {"lora_name": what}
+
+
+async def test_an_adapter_that_the_tenant_may_not_use_is_refused(api: Api) -> None:
+    api.callers.now = Caller(Tenant("test", max_priority=100, models=frozenset({"demo", "chat"})))
+    await streamed(api, **IDS, lora_name="chat")
+    code, details = await refused(api.inference.Generate(pb.GenerateRequest(**IDS, lora_name="sql")))
+    assert (code, "may not use model 'sql'" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
 
 
 async def test_another_rank_is_refused(api: Api) -> None:
