@@ -23,6 +23,7 @@ from common.contracts.errors import (
     Overloaded,
     PermissionDenied,
     QuireError,
+    Unavailable,
 )
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS, MAX_ADAPTERS
 from gpuworker.scheduling.adapter_table import Adapter, AdapterTable
@@ -120,14 +121,10 @@ class AdapterStore:
                 return
             folder = self._below_root(path) if known is None else Path(known.source)
             if known is not None:
+                _check_content(known, wanted)
                 self._table.check_room(known)
             began = time.monotonic()
-            read = await self._read_beside(folder)
-            if known is not None and self._known(wanted.name) is None:
-                raise NotFound(f"adapter {wanted.name!r} was unloaded while it was read; load it")
-            if wanted.fingerprint not in ("", read.fingerprint):
-                what = f"has changed in {folder} since it was loaded under this name; load it again"
-                raise InvalidRequest(FieldViolation("lora_name", f"{wanted.name!r} {what}"))
+            read = await self._read_beside(folder) if known is None else await self._read_again(known)
             adapter, left = self._table.add(_adapter_of(wanted.name, folder, read)), None
             try:
                 left = self._table.fill(adapter, read.weights)
@@ -141,6 +138,20 @@ class AdapterStore:
         log.info("adapter %s loaded in %.3f s", wanted.name, self.load_seconds, extra={"source": str(folder)})
         if left is not None:
             log.info("adapter %s left memory for it", left.name)
+
+    async def _read_again(self, known: Adapter) -> ReadAdapter:
+        """Read a known adapter for a request. Its client is told neither of folders nor of what is wrong in them."""
+        try:
+            read = await self._read_beside(Path(known.source))
+        except InvalidRequest as unfit:
+            log.warning("adapter %s cannot be read again from %s: %s", known.name, known.source, unfit)
+            raise NotFound(f"adapter {known.name!r} cannot be read any more; {_BY_OPERATOR}") from None
+        if self._known(known.name) is None:
+            raise NotFound(f"adapter {known.name!r} was unloaded while it was read; {_BY_OPERATOR}")
+        if read.fingerprint != known.fingerprint:
+            log.warning("adapter %s has changed in %s since it was loaded; load it again", known.name, known.source)
+            raise NotFound(f"adapter {known.name!r} has changed on its disk since it was loaded; {_BY_OPERATOR}")
+        return read
 
     async def _read_beside(self, folder: Path) -> ReadAdapter:
         try:
@@ -240,6 +251,15 @@ class AdapterStore:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+_BY_OPERATOR: Final = "ask the operator to load it again"
+
+
+def _check_content(known: Adapter, wanted: AdapterRef) -> None:
+    """Raise Unavailable where a name has got another content than a router knows: it is about to hear of that."""
+    if wanted.fingerprint not in ("", known.fingerprint):
+        raise Unavailable(f"adapter {known.name!r} has another content at this worker than the router knows")
 
 
 Stamp = tuple[int, int, int, int]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.contracts.clock import Clock
-from common.contracts.errors import NoWorker, QueueExpired, QuireError
+from common.contracts.errors import NoWorker, QueueExpired, QuireError, Unavailable
 from common.contracts.turns import BY_AGE, DEFAULT_MAX_WAIT
 from common.contracts.types import BlockHash, Decision, DecisionKind, PoolIdentity
 from router.contracts.identity import is_complete
@@ -262,6 +262,8 @@ class Dispatcher:
         self._queue: FairQueue[WaitingJob] = FairQueue(clock, max_wait)
         self._reserver = Reserver(clock, self._serve_queue)
         self._patience_timer: asyncio.TimerHandle | None = None
+        # Out of the queue: jobs whose adapter no worker knows with its content, and what ends their patience.
+        self._aside: dict[Ticket, tuple[WaitingJob, asyncio.TimerHandle]] = {}
         # The last choice by which a job had to wait: no worker could take it.
         self._blocked: Choice | None = None
         # What has to wait at the head of the queue, as of the last attempt, where the workers are full.
@@ -297,7 +299,7 @@ class Dispatcher:
 
     def refuse_job(self, ticket: Ticket, error: QuireError) -> None:
         """Let `place_job` raise an error for a request that waits; nothing happens when it does not wait."""
-        waiting = self._queue.leave_queue(ticket)
+        waiting = self._queue.leave_queue(ticket) or self._leave_aside(ticket)
         if waiting is not None:
             waiting.fail(error)
 
@@ -319,6 +321,7 @@ class Dispatcher:
             return await self._placed_in_time(waiting)
         except BaseException:
             self._queue.leave_queue(ticket)
+            self._leave_aside(ticket)
             if waiting.foretold is not None:
                 waiting.foretold.ended(self._clock.monotonic())
             # A placement may have come together with the timeout or the cancellation.
@@ -482,6 +485,7 @@ class Dispatcher:
         the queue says who may pass a head that lacks slots.
         """
         self._head = None
+        self._rejoin()
         while self._queue:
             shares = self._shares()
             entry = self._queue.head(shares)
@@ -517,6 +521,9 @@ class Dispatcher:
         choice = self._choose(waiting.job, request, waiting.index.hits)
         if choice.outcome is PlacementOutcome.NO_WORKER:
             self._blocked = choice
+            if self._lacks_adapter(request):
+                self._set_aside(ticket, waiting)
+                return True
             self._begin_patience()
             return False
         self._end_patience()
@@ -545,7 +552,7 @@ class Dispatcher:
         """Record that a job has to wait, and why no worker could take the head of the queue."""
         ticket.waited = True
         if self._blocked is not None:
-            blocked, ahead, now_ns = self._blocked.decision, len(self._queue) - 1, self._clock.time_ns()
+            blocked, ahead, now_ns = self._blocked.decision, max(0, len(self._queue) - 1), self._clock.time_ns()
             self._decisions.record(waiting_record(blocked, job.request, job.owner, ticket.arrival, ahead, now_ns))
 
     def _shares(self, *more: Flow) -> Shares:
@@ -700,6 +707,45 @@ class Dispatcher:
             if choice.outcome is PlacementOutcome.NO_WORKER:
                 self.refuse_job(ticket, self._no_worker())
         self._serve_queue()
+
+    def _lacks_adapter(self, request: PlacementRequest) -> bool:
+        wanted = request.adapter
+        return wanted is not None and not any(model.adapters.knows(wanted) for model in self._pool.models())
+
+    def _set_aside(self, ticket: Ticket, waiting: WaitingJob) -> None:
+        """Let a job wait beside the queue for a worker that knows its adapter: one that starts again, say.
+
+        One that nobody has served yet ends where the adapter's name has got another content.
+        """
+        self._queue.leave_queue(ticket)
+        wanted = waiting.job.request.adapter
+        assert wanted is not None
+        replaced = any(wanted.name in model.adapters.by_name for model in self._pool.models())
+        if replaced and not waiting.job.moved_because:
+            what = f"adapter {wanted.name!r} got another content while the request waited; send the request again"
+            waiting.fail(Unavailable(what))
+            return
+        timer = asyncio.get_running_loop().call_later(self._patience, self._give_up_aside, ticket)
+        self._aside[ticket] = waiting, timer
+
+    def _rejoin(self) -> None:
+        """Queue the jobs whose adapter a worker knows by now, each at its old place."""
+        for ticket, (waiting, _) in [*self._aside.items()]:
+            if not self._lacks_adapter(waiting.job.request):
+                self._leave_aside(ticket)
+                self._queue.join_queue(ticket, waiting)
+
+    def _leave_aside(self, ticket: Ticket) -> WaitingJob | None:
+        waiting, timer = self._aside.pop(ticket, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return waiting
+
+    def _give_up_aside(self, ticket: Ticket) -> None:
+        waiting = self._leave_aside(ticket)
+        if waiting is not None and (wanted := waiting.job.request.adapter) is not None:
+            what = f"knows adapter {wanted.name!r} with the content that the request is for; send the request again"
+            waiting.fail(NoWorker(f"no worker for {self._patience:g} s {what}"))
 
     def _no_worker(self) -> NoWorker:
         now = self._clock.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.contracts.adapters import AdapterRef
-from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded, PermissionDenied
+from common.contracts.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded, PermissionDenied, Unavailable
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS
 from gpuworker.plane.adapters import ADAPTER_FILES, AdapterLimits, AdapterStore, ReadAdapter, UnfitAdapter
 
@@ -86,6 +86,16 @@ async def test_a_cold_one_is_read_again_and_one_in_memory_is_not(tmp_path: Path)
     assert folders.reads == ["a", "b", "a"]
 
 
+async def test_an_earlier_content_of_a_name_is_not_loaded_in_place_of_the_new_one(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path)
+    await store.load(AdapterRef("x", ""), "a")
+    await store.load(AdapterRef("x", ""), "b")
+    with pytest.raises(Unavailable, match="has another content at this worker"):
+        await store.load(AdapterRef("x", CONTENT))
+    assert store.find("x", "2").weights == "weights of b"
+
+
 async def test_one_that_is_unloaded_while_it_is_read_stays_unloaded(tmp_path: Path) -> None:
     folders = Folders()
     folders.contents, store = {"a": CONTENT, "b": "2"}, opened(folders, tmp_path, most=1)
@@ -108,8 +118,12 @@ async def test_one_that_changed_on_disk_is_no_other_adapter_under_its_name(tmp_p
     await store.load(AdapterRef("a", ""), "a")
     await store.load(AdapterRef("b", ""), "b")
     folders.contents["a"] = "changed"
-    with pytest.raises(InvalidRequest, match=r"has changed in .* since it was loaded under this name; load it again"):
+    with pytest.raises(NotFound, match=r"^adapter 'a' has changed on its disk since it was loaded; ask the operator"):
         await store.load(AdapterRef("a", CONTENT))
+    del folders.contents["a"]
+    with pytest.raises(NotFound, match=r"^adapter 'a' cannot be read any more; ask the operator"):
+        await store.load(AdapterRef("a", CONTENT))
+    folders.contents["a"] = "changed"
     await store.load(AdapterRef("a", ""), "a")
     assert store.find("a", "changed").fingerprint == "changed"
 

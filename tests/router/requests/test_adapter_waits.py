@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 
 from common.contracts.adapters import AdapterRef
-from common.contracts.errors import NotFound, Overloaded, QuotaViolation
+from common.contracts.errors import NotFound, NoWorker, Overloaded, QuotaViolation, Unavailable
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     Harness,
@@ -90,4 +91,59 @@ async def test_an_adapter_that_was_unloaded_meanwhile_ends_the_wait(worker: Fake
         worker.answer_load(NotFound("adapter 'b' is not known at this worker; load it"))
         with pytest.raises(NotFound, match="adapter 'b'"):
             await waiting
+    await until_nothing_left(harness)
+
+
+# ------------------------------------------------------------ no worker knows the adapter with its content
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_a_stream_whose_adapter_has_gone_waits_beside_the_queue(returns: bool) -> None:
+    """Its only worker dies: requests for the base go on at the other one, and the stream when its worker is back."""
+    dying, other = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(dying, other, patience=60.0 if returns else 0.2) as harness:
+        dying.tell_of_adapters(b=True)
+        await harness.until(lambda: harness.pool.find_adapter("b") == B)
+        async with in_background(harness, request(max_tokens=3, adapter=B)) as stream:
+            await dying.until(lambda: bool(dying.submits))
+            dying.step({1: [100]}, admitted={1: 0})
+            await harness.until(lambda: tokens_of(harness.seen) == [100])
+            seen = harness.seen
+            await dying.kill()
+            await harness.connected(1)
+            assert tokens_of(await harness.events(request(max_tokens=2))) == [100, 101]
+            assert tokens_of(seen) == [100]
+            if returns:
+                dying.automatic = True
+                await dying.restart()
+                await harness.connected(2)
+                dying.tell_of_adapters(b=True)
+                assert tokens_of(await stream) == [100, 101, 102]
+            else:
+                with pytest.raises(NoWorker, match=r"^no worker for 0\.2 s knows adapter 'b' with the content"):
+                    await stream
+        await until_nothing_left(harness)
+        assert not other.submits[0].adapter
+
+
+async def test_a_request_whose_adapter_was_replaced_while_it_waited_ends(worker: FakeWorker, harness: Harness) -> None:
+    async with in_background(harness, request(adapter=B)) as waiting:
+        await worker.until(lambda: bool(worker.loads))
+        worker.say(pb.StreamResponse(adapters=pb.Adapters(adapters=[pb.Adapter(name="b", fingerprint=64 * "c")])))
+        worker.answer_load(Unavailable("adapter 'b' has another content at this worker than the router knows"))
+        with pytest.raises(Unavailable, match="adapter 'b' got another content while the request waited; send"):
+            await waiting
+    await until_nothing_left(harness)
+
+
+async def test_a_request_that_waits_beside_the_queue_can_be_aborted(worker: FakeWorker, harness: Harness) -> None:
+    async with in_background(harness, request(adapter=B)) as waiting:
+        await worker.until(lambda: bool(worker.loads))
+        worker.say(pb.StreamResponse(adapters=pb.Adapters()))
+        worker.answer_load(Unavailable("the adapter has gone"))
+        await harness.until(lambda: bool(harness.dispatcher._aside))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not harness.dispatcher._aside
     await until_nothing_left(harness)
