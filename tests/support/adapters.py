@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import checkpoint
@@ -65,6 +66,18 @@ def peft_greedy(kind: str, variant: int, prompt: tuple[int, ...], count: int) ->
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
         )
     return tuple(out[0, len(prompt) :].tolist())
+
+
+def digits_of(kind: str, variant: int, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the tokens that PEFT's model appends greedily where each must be a single digit."""
+    tokenizer = Tokenizer.from_file(str(checkpoint(kind) / "tokenizer.json"))
+    allowed = torch.tensor([tokenizer.token_to_id(each) for each in "0123456789"])
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = _model(kind, variant)(input_ids=torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(allowed[logits[allowed].argmax()]))
+    return tokens[len(prompt) :]
 
 
 @functools.lru_cache(16)

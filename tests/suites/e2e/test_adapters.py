@@ -17,7 +17,7 @@ import pytest_asyncio
 from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
-from tests.support.adapters import adapter, tokens_of
+from tests.support.adapters import adapter, digits_of, tokens_of
 from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite, running_suite
 from tests.support.why import quire_adapters, quire_why
@@ -133,6 +133,20 @@ async def test_the_command_lists_loads_and_unloads(adapted: Suite, folder: Path)
     assert (status, "seven" in out) == (0, False)
     status, _, err = await quire_adapters(adapted, "--unload", "seven")
     assert (status, "is not loaded at any worker" in err) == (1, True), err
+
+
+async def test_structured_output_is_that_of_the_adapter(adapted: Suite) -> None:
+    """Each token is the likeliest one of PEFT's own model among those that the constraint allows."""
+    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=PROMPT))
+    sampling = types_pb2.SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    expected = [digits_of(KIND, variant, PROMPT, COUNT) for variant in (0, 1)]
+    assert expected[0] != expected[1]
+    for _ in range(2):
+        asked = [pb.GenerateRequest(prompt=prompt, sampling=sampling, model=f"own-{each}") for each in (0, 1)]
+        for each in asked:
+            each.regex = f"[0-9]{{{COUNT}}}"
+        found = await asyncio.gather(*(adapted.generate(each) for each in asked))
+        assert [each.tokens for each in found] == expected
 
 
 async def test_the_name_of_a_model_in_grpc_selects_too(adapted: Suite) -> None:
