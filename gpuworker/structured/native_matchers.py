@@ -213,6 +213,8 @@ class NativeGrammar:
         self._prototype: int | None = None
         self._matchers, library = matchers, matchers.library
         self._idle: list[int] = []  # a list's methods need no lock
+        # llguidance 1.9 resets a matcher wrongly whose text begins with a token by its number: digits are allowed then.
+        self._resets = "<[" not in text
         self._prototype = matchers.new_matcher(text)
         found = ctypes.create_string_buffer(4 * self.num_words)  # Python's mask may have a word more
         failed = library.llg_matcher_compute_mask_into(self._prototype, found, len(found))
@@ -259,8 +261,8 @@ class NativeGrammar:
         return -(-self._matchers.vocab_size // 32)
 
     def give_back(self, matcher: int | None, sound: bool) -> None:
-        """Keep a matcher for a later sequence if it is sound."""
-        if matcher is not None and sound:
+        """Keep a matcher for a later sequence if it is sound, and can be reset."""
+        if matcher is not None and sound and self._resets:
             self._idle.append(matcher)
             return
         self._matchers.library.llg_free_matcher(matcher)  # which may be none

@@ -146,6 +146,18 @@ def test_masks_and_ends_are_those_of_python(grammars: GrammarCompiler, name: str
     assert native_of(grammars).slots.count(None) == matchers._MOST_MATCHERS - 1, "one matcher served all walks"
 
 
+@pytest.mark.parametrize("first", [A, ONE])
+def test_a_grammar_that_begins_with_a_token_by_its_number_begins_anew(grammars: GrammarCompiler, first: int) -> None:
+    """llguidance allows digits behind a reset; so no matcher of such a grammar is used twice."""
+    row = row_of(Constraint(ConstraintKind.GRAMMAR, f"start: <[{first}]> <[{B}]>"))
+    for _ in range(3):
+        ours = followed(grammars, row)
+        for output in ([], [first]):
+            assert step(ours, output) == {[first, B][len(output)]}
+        assert step(ours, [first, B]) == COMPLETE
+        del ours
+
+
 def test_digits_that_run_away_are_left_to_python(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = count_judged(monkeypatch)
     row = row_of(CONSTRAINTS["numbers"])
