@@ -106,6 +106,8 @@ class Harness:
     tracer: Tracer
     # What the latest request has yielded so far.
     seen: list[GenerateEvent] = field(default_factory=list)
+    # The same of each request.
+    seen_of_all: list[list[GenerateEvent]] = field(default_factory=list)
 
     def span(self, name: str) -> RecordedSpan:
         """Return the one span of this name that has ended."""
@@ -120,6 +122,7 @@ class Harness:
         """Return everything that a request yields."""
         async with asyncio.timeout(PATIENCE_S), aclosing(self.frontend.generate(request)) as events:
             self.seen = seen = []
+            self.seen_of_all.append(seen)
             async for event in events:
                 seen.append(event)  # noqa: PERF401 - a test looks at what there is when the next one raises
             return seen
