@@ -49,6 +49,8 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
         "decisions": (["quire", "decisions", *admin], 1, NOBODY),
         "calibration": (["quire", "calibration", *admin], 1, NOBODY),
         "status --watch": (["quire", "status", "--watch", *admin], 1, NOBODY),
+        "prefetch": (["quire", "prefetch", "--text", "Why?", "--worker", "w", *admin], 1, NOBODY),
+        "adapters": (["quire", "adapters", *admin], 1, NOBODY),
         "record": (["quire", "record", "log.jsonl", *admin], 1, NOBODY),
         "replay": (["quire", "replay", "nowhere"], 2, "cannot be read"),
         "keys": (["quire", "keys", "acme"], 0, "shown once"),

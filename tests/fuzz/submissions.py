@@ -49,7 +49,7 @@ def _submit(draw: st.DrawFn, identity: PoolIdentity, vocab_size: int, handle: in
     submit = draw(messages(pb.Submit, likely=True))
     submit.handle, submit.index, submit.request_id = handle, draw(st.integers(0, 3)), f"fuzz-{handle}"
     # Another kind of worker follows these; `_flawed` gives them to some submissions here.
-    for name in ("fork_of", "thought_budget", "thought_end_token_ids", "embeds"):
+    for name in ("fork_of", "thought_budget", "thought_end_token_ids", "embeds", "adapter", "adapter_fingerprint"):
         submit.ClearField(name)
     submit.tenant = draw(st.sampled_from(["", "acme", "peer 127.0.0.1"]))
     submit.timeout_seconds = draw(st.sampled_from([0.0, 0.01, *[60.0] * 6]))

@@ -24,6 +24,7 @@ SERVICES = {
         "quire.inference.v1.InferenceService",
         "quire.decision.v1.DecisionService",
         "inference.GRPCInferenceService",
+        *("vllm.Control", "vllm.Inference", "vllm.grpc.engine.VllmEngine"),
     },
     ADMIN: {
         "quire.inference.v1.InferenceService",

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores"),
 ]
-WORKERS, COUNT = 2, 300
+WORKERS, COUNT = 2, 600
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
