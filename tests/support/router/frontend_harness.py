@@ -121,10 +121,11 @@ class Harness:
     async def events(self, request: ValidatedRequest) -> list[GenerateEvent]:
         """Return everything that a request yields."""
         async with asyncio.timeout(PATIENCE_S), aclosing(self.frontend.generate(request)) as events:
-            self.seen = seen = []
+            seen = list[GenerateEvent]()
+            self.seen = seen
             self.seen_of_all.append(seen)
             async for event in events:
-                seen.append(event)  # noqa: PERF401 - a test looks at what there is when the next one raises
+                seen.append(event)
             return seen
 
     async def connected(self, count: int) -> None:
