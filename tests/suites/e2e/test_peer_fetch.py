@@ -54,10 +54,17 @@ class Pair:
 
         By then the manager knows what the source has: an answer may overtake the report of what it computed.
         """
-        found = await answer_of(self.suite, worker_id, tokens, TOKENS, name or next(self._names), self._identity)
+        name = name or next(self._names)
+        found = await answer_of(self.suite, worker_id, tokens, TOKENS, name, self._identity)
         if worker_id == SOURCE:
+            await until(lambda: self._has_left(name), seconds=PATIENCE)
             await until(lambda: self._hits_at_source(tokens), lambda hits: hits >= HITS, seconds=PATIENCE)
         return found.tokens, found.cached_tokens
+
+    async def _has_left(self, name: str) -> bool:
+        """Return whether a request has no block table any more: until then blocks that it is to fill count as hits."""
+        tables = (await self.suite.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=PATIENCE)).tables
+        return all(each.request_id != name for each in tables)
 
     async def _hits_at_source(self, tokens: list[int]) -> int:
         root = root_digest(self._identity.model_fingerprint, self._identity.tokenizer_fingerprint, BLOCK, b"")

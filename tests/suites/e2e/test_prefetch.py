@@ -160,7 +160,8 @@ async def test_a_source_that_is_killed_in_the_middle_is_a_miss(tmp_path: Path, m
         assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
         pair.hold()
         pid = pair.suite.stack.children[SOURCE].pid
-        assert (await prefetched(pair, prompt(1))).outcome == "accepted"
+        answer = await prefetched(pair, prompt(1))
+        assert (answer.outcome, answer.reason) == ("accepted", "")
         await pair.until_held()
         kill(pair.suite, SOURCE)
         await until_recorded(pair, f"of {BLOCKS} blocks came")
@@ -183,7 +184,8 @@ async def test_a_destination_that_is_killed_in_the_middle_begins_without(
         assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
         pair.hold()
         pid = pair.suite.stack.children[DESTINATION].pid
-        assert (await prefetched(pair, prompt(1))).outcome == "accepted"
+        answer = await prefetched(pair, prompt(1))
+        assert (answer.outcome, answer.reason) == ("accepted", "")
         await pair.until_held()
         kill(pair.suite, DESTINATION)
         pair.release()
@@ -201,7 +203,8 @@ async def test_a_reset_in_the_middle_leaves_no_hit(tmp_path: Path, monkeypatch: 
         wanted = hf_greedy(checkpoint("llama"), prompt(1), TOKENS)
         assert await pair.answer(SOURCE, prompt(1)) == (wanted, 0)
         pair.hold()
-        assert (await prefetched(pair, prompt(1))).outcome == "accepted"
+        answer = await prefetched(pair, prompt(1))
+        assert (answer.outcome, answer.reason) == ("accepted", "")
         await pair.until_held()
         await pair.suite.manager.ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=PATIENCE)
         pair.release()
