@@ -127,8 +127,8 @@ def changed_options(options: ReplayOptions, args: argparse.Namespace) -> ReplayO
     if args.runway:
         given["manager"] = replace(options.manager, runway=args.runway)
     if args.host_blocks:
-        if options.window or options.groups:
-            what = "is replayed for models whose layers all see all tokens, which those of this log do not"
+        if options.window:
+            what = "is for host memory, which keeps nothing of models whose every layer has a window, as this log's has"
             raise InvalidConfig(FieldViolation("--host-blocks", f"{what}; leave it out"))
         given["moves"] = Moves(args.host_blocks, args.disk_blocks, args.peers, _links(args.links))
     return replace(options, **given)

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from common.contracts.clock import Clock
 from common.contracts.transfers import ImageName, PeerSource, Place, Transfer, TransferEnd
-from common.contracts.types import FrameId
+from common.contracts.types import FrameId, KvGroup
 from gpuworker.engine.image_requests import ImageRequests
 from gpuworker.engine.transfers import Ended, Transfers
 from gpuworker.scheduling.images import EndedTransfer, Image
@@ -67,7 +67,7 @@ USUAL: Final = parse_links(DEFAULT_LINKS)
 class Moves:
     """What each worker of a replay has beside its pool: blocks of host memory and of disk, and whether it has peers.
 
-    What comes from disk or from a peer lands in host memory.
+    What comes from disk or from a peer lands in host memory. Where the pool has groups, these blocks are pages too.
     """
 
     host_blocks: int
@@ -75,8 +75,10 @@ class Moves:
     peers: bool = False
     rates: LinkRates = USUAL
 
-    def image_bytes(self, block_size: int) -> int:
-        return max(1, round(self.rates.token * block_size))
+    def image_bytes(self, block_size: int, groups: Sequence[KvGroup] = ()) -> int:
+        """Return the bytes of a block or, where the pool has groups, of a page: a block of each has the K/V of all."""
+        pages = sum(each.pages for each in groups) or 1
+        return max(1, round(self.rates.token * block_size / pages))
 
 
 class Timers(Protocol):
@@ -203,14 +205,16 @@ class _Fetch:
 class Links:
     """All links of a replay, by worker."""
 
-    def __init__(self, moves: Moves, block_size: int, clock: Clock, timers: Timers) -> None:
+    def __init__(
+        self, moves: Moves, block_size: int, clock: Clock, timers: Timers, groups: Sequence[KvGroup] = ()
+    ) -> None:
         self.moves, self.clock, self.timers = moves, clock, timers
         self.ports: dict[str, _Port] = {}
-        self._bytes = moves.image_bytes(block_size)
+        self._bytes = moves.image_bytes(block_size, groups)
 
     @property
     def frame_seconds(self) -> float:
-        """Seconds in which a step copies a block to host memory, or back."""
+        """Seconds in which a step copies a block or a page to host memory, or back."""
         return self._bytes / self.moves.rates.host
 
     def connect(self, worker_id: str, wake: Callable[[], None]) -> tuple[Transfers, ImageRequests]:

@@ -76,8 +76,8 @@ def _transfers(peers: bool) -> Change:
     """Return the change to host memory of twice the pool, with fetches between workers or without."""
 
     def change(options: ReplayOptions) -> ReplayOptions:
-        if options.window or options.groups:
-            what = "is for host memory, which a replay has only where layers all see all tokens"
+        if options.window:
+            what = "is for host memory, which keeps nothing of models whose every layer has a window"
             raise InvalidConfig(FieldViolation("--policy", f"{what}; leave out tier-2x and transfers"))
         rates = USUAL if options.moves is None else options.moves.rates
         return replace(options, moves=Moves(2 * options.num_blocks, peers=peers, rates=rates))

@@ -286,7 +286,9 @@ class _Simulation:
         self._identity, ids = identity, itertools.count(1)
         self._routers = [self._router(options.seed + number) for number in range(options.routers)]
         self._manager = WorkerRegistry(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
-        self._links = Links(options.moves, options.block_size, self._clock, loop) if options.moves else None
+        self._links = None
+        if options.moves:
+            self._links = Links(options.moves, options.block_size, self._clock, loop, options.groups)
         self._manager.transfer_key = _KEY if options.moves is not None and options.moves.peers else b""
         self._workers: dict[str, ReplayWorker] = {}
         # Their ids are unique over all workers.

@@ -130,7 +130,7 @@ def test_no_host_memory_for_the_layers_of_a_log_with_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = refusal(capsys, log(tmp_path, {"window": 64}), "--host-blocks", "8", "--costs", "base=1ms")
-    what = "is replayed for models whose layers all see all tokens, which those of this log do not"
+    what = "is for host memory, which keeps nothing of models whose every layer has a window, as this log's has"
     assert f"--host-blocks: {what}" in found
 
 

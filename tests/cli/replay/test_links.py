@@ -13,7 +13,7 @@ from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Timing
 from common.contracts.transfers import FROM_PEER, ImageName, Medium, PeerSource, Place, Transfer, TransferEnd
-from common.contracts.types import BlockHash, FrameId
+from common.contracts.types import BlockHash, FrameId, KvGroup, KvGroupKind
 from gpuworker.scheduling.step_costs import StepCosts
 
 COSTS = StepCosts(base=0.01, decode=0.001, prefill=0.01)
@@ -95,6 +95,32 @@ def test_what_leaves_host_memory_too_comes_back_from_disk() -> None:
     last = replayed(small, *asked).requests[-1]
     assert (last.cached_tokens, last.disk_tokens, last.host_tokens) == (48, 48, 0)
     assert (last.first_token_s or 0.0) >= 3 * 0.003 + 3 * 0.002 + step(16)
+
+
+FULL = KvGroup(KvGroupKind.FULL, 0, 1, (0,))
+WINDOW = KvGroup(KvGroupKind.WINDOW, 32, 3, (1,))
+"""Of a block's K and V it has three quarters: a page is a quarter of what a block has in all layers."""
+
+
+def test_pages_of_windows_come_as_far_as_the_last_hit_reads_them() -> None:
+    """Of three blocks the window behind the last one reads two: 3 + 2 x 3 pages, and then the step copies as many."""
+    paged = replace(TWO, num_blocks=256, groups=(FULL, WINDOW))
+    first, second = replayed(paged, Arrival(0.0, 64, 4, TALK), Arrival(5.0, 64, 4, TALK)).requests
+    assert first.first_token_s == pytest.approx(step(64))
+    assert (second.worker, second.cached_tokens, second.peer_tokens) == ("worker-1", 48, 48)
+    assert second.first_token_s == pytest.approx(0.005 + 9 * 0.001 + 9 * 0.0005 + step(16))
+
+
+def test_pages_of_windows_come_back_from_host_memory_and_from_disk() -> None:
+    others = [Arrival(5.0 * n, 320, 4, tuple(range(100 * n, 100 * n + 20))) for n in range(1, 6)]
+    asked = (Arrival(0.0, 64, 4, TALK), *others, Arrival(60.0, 64, 4, TALK))
+    small = replace(ONE, num_blocks=96, groups=(FULL, WINDOW))
+    assert replayed(small, *asked).requests[-1].cached_tokens == 0
+    kept = replayed(replace(small, moves=Moves(1024, rates=RATES)), *asked).requests[-1]
+    assert (kept.cached_tokens, kept.host_tokens) == (48, 48)
+    saved = replayed(replace(small, moves=Moves(48, 2048, rates=RATES)), *asked).requests[-1]
+    assert (saved.cached_tokens, saved.disk_tokens, saved.host_tokens) == (48, 48, 0)
+    assert (saved.first_token_s or 0.0) >= 9 * 0.00075 + 9 * 0.0005 + step(16)
 
 
 def test_equal_runs_are_equal_and_moves_make_others() -> None:

@@ -62,7 +62,7 @@ def test_host_memory_is_twice_the_pool_and_keeps_the_rates_that_are_given() -> N
 
 
 def test_no_host_memory_where_layers_have_windows() -> None:
-    with pytest.raises(InvalidConfig, match="layers all see all tokens; leave out tier-2x and transfers"):
+    with pytest.raises(InvalidConfig, match="every layer has a window; leave out tier-2x and transfers"):
         with_policies(ReplayOptions(window=64), "tier-2x")
 
 
