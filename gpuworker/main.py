@@ -222,9 +222,9 @@ class Worker:
         return replace(attach, data_address=self._data_port.address, image_format=plane.image_format)
 
     def _begin_transfers(self, plane: DataPlane, engine: Engine) -> None:
-        """Let the engine move blocks beside its steps, where the worker has a disk or peers."""
+        """Let the engine move blocks beside its steps, where the worker has host memory."""
         images, disk, port = plane.images, plane.disk, self._data_port
-        if images is None or (disk is None and port is None):
+        if images is None:
             return
         size, peers = plane.image_bytes, None
         if port is not None:

@@ -126,14 +126,15 @@ class TransferEnd(IntEnum):
 class TransferCosts:
     """What a block costs W at present, in seconds: to compute it in a prompt, to read it from disk, from a peer.
 
-    A fetch from a peer takes `peer_setup` more. 0: not known. Where the pool has groups, a page is read, and a block of
-    tokens is computed.
+    A fetch from a peer takes `peer_setup` more. A step takes `copy` for each block that it copies into host memory or
+    back. 0: not known. Where the pool has groups, a page is read or copied, and a block of tokens is computed.
     """
 
     compute: float
     read: float
     peer: float = 0.0
     peer_setup: float = 0.0
+    copy: float = 0.0
 
 
 FETCH_MARGIN: Final = 0.9
@@ -141,7 +142,7 @@ FETCH_MARGIN: Final = 0.9
 
 
 def pays_to_fetch(fetch_s: float, compute_s: float) -> bool:
-    """Return whether a fetch is expected to beat computing; yes while the seconds of either are unknown (0).
+    """Return whether a fetch or a load is expected to beat computing; yes while the seconds of either are unknown (0).
 
     The KV manager decides by it at an admission. Routers price workers by it, so that both expect the same.
     """

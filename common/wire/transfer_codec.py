@@ -144,6 +144,7 @@ def pack_report(report: Report, message: kvmanager_pb2.Report) -> None:
         message.transfer_costs.read_seconds = report.transfer_costs.read
         message.transfer_costs.peer_seconds = report.transfer_costs.peer
         message.transfer_costs.peer_setup_seconds = report.transfer_costs.peer_setup
+        message.transfer_costs.copy_seconds = report.transfer_costs.copy
     if report.disk_closed:
         message.disk_closed = True
     if report.draining:
@@ -168,8 +169,8 @@ def fetched_from_proto(message: kvmanager_pb2.Fetched) -> Fetched:
 
 def costs_from_proto(message: kvmanager_pb2.TransferCosts) -> TransferCosts:
     """Return the costs; what is no number of seconds counts as 0, not known."""
-    found = message.compute_seconds, message.read_seconds, message.peer_seconds, message.peer_setup_seconds
-    return TransferCosts(*map(_seconds, found))
+    peer = message.peer_seconds, message.peer_setup_seconds
+    return TransferCosts(*map(_seconds, (message.compute_seconds, message.read_seconds, *peer, message.copy_seconds)))
 
 
 def _seconds(value: float) -> float:

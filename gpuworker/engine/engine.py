@@ -426,6 +426,8 @@ class Engine:
         if self._wants_step is not None and self._wants_step():
             traced = self._traced.among(flight.plan)
             self._outputs.steps.append(flight.record(result, self._clock.monotonic(), traced))
+        if self._transfers is not None and result.copy_seconds and flight.plan.copies:
+            self._transfers.note_copies(len(flight.plan.copies), result.copy_seconds)
         completion = self._agent.complete(result)
         if self._starts:
             begun = self._starts.stepped(

@@ -43,7 +43,7 @@ class FetchCosts:
         self.per_block = min(max(slope, 0.0), mean) if slope else mean
         self.setup = max(0.0, (self._seconds - self.per_block * self._blocks) / self._weight)
 
-    def forget_old(self, now: float) -> None:
-        """Forget everything if the last fetch ended a minute ago."""
-        if now > self._learnt + _REMEMBERED:
+    def forget_old(self, now: float, after: float = _REMEMBERED) -> None:
+        """Forget everything if the last fetch ended so many seconds ago, a minute unless told."""
+        if now > self._learnt + after:
             self._forget()

@@ -30,6 +30,8 @@ _WORTH_WAITING: Final = 0.25
 _FEW: Final = 16
 """A fetch of so many blocks from a peer is to be a clear gain."""
 _MOST_MET: Final = 256
+_COPIES_REMEMBERED: Final = 600.0
+"""Seconds: memory changes its speed less than a disk or a network does, and a trial lengthens the steps of all."""
 _CHANGE: Final = 0.25
 """The share by which costs change before the manager is told."""
 
@@ -72,7 +74,10 @@ class _Fetch:
 
 
 class Transfers:
-    """Used by the engine's thread alone. `mover` is that of the disk, `peers` fetches from other workers."""
+    """Used by the engine's thread alone. `mover` is that of the disk, `peers` fetches from other workers.
+
+    Without both it says what copies to and from host memory cost.
+    """
 
     def __init__(
         self,
@@ -97,11 +102,15 @@ class Transfers:
         self._met: set[tuple[str, bytes]] = set()
         self._landing: deque[tuple[Transfer, Image]] = deque()
         self._heard = 0.0  # when a read of the disk has ended or begun last
-        self._peer_costs, self._disk_costs = FetchCosts(), FetchCosts()
+        self._peer_costs, self._disk_costs, self._copy_costs = FetchCosts(), FetchCosts(), FetchCosts()
         self._disk_over = 0.0  # when a fetch from disk has ended last: the next one waited for it
         self._paced = False  # whether something may land now but for the pace
-        self._costs = (0.0, 0.0, 0.0, 0.0)  # as told: `TransferCosts`
+        self._costs = (0.0, 0.0, 0.0, 0.0, 0.0)  # as told: `TransferCosts`
         self._reset, self._closed = reset, False
+
+    def note_copies(self, images: int, seconds: float) -> None:
+        """Learn what a step took to copy so many blocks into host memory and back."""
+        self._copy_costs.learn(images, seconds, self._clock.monotonic())
 
     def turn(self, agent: LeaseAgent, compute_seconds: float, steps_run: bool = False) -> bool:
         """Do what can be done now; return whether anything was. Computing a block takes `compute_seconds`; 0: unknown.
@@ -279,13 +288,15 @@ class Transfers:
         return bool(self._groups) and self._groups[transfer.group].kind is KvGroupKind.STATE
 
     def _note_costs(self, agent: LeaseAgent, compute: float) -> None:
-        # What is no clear gain is not fetched, so nothing new would be learnt: one slow minute would end all fetches.
+        # What is no clear gain is not moved, so nothing new would be learnt: one slow minute would end all moves.
         now, peer = self._clock.monotonic(), self._peer_costs
         if peer.per_block * self._a_block + peer.setup / _FEW > compute / 2:
             peer.forget_old(now)
         if self._disk_costs.mean * self._a_block > compute / 2:
             self._disk_costs.forget_old(now)
-        new = compute, self._disk_costs.mean, peer.per_block, peer.setup
+        if self._copy_costs.mean * self._a_block > compute / 2:
+            self._copy_costs.forget_old(now, _COPIES_REMEMBERED)
+        new = compute, self._disk_costs.mean, peer.per_block, peer.setup, self._copy_costs.mean
         if any(map(_differs, new, self._costs)):
             self._costs = new
             agent.note_costs(TransferCosts(*new))

@@ -51,7 +51,10 @@ _TRIES: Final = 16
 
 
 class GroupMatcher:
-    """Looks up one prompt. `limit` bounds its hits: the block of the last token is none."""
+    """Looks up one prompt. `limit` bounds its hits: the block of the last token is none.
+
+    Unless it `loads`, what frames hold is no hit.
+    """
 
     def __init__(
         self,
@@ -60,8 +63,10 @@ class GroupMatcher:
         config: LedgerConfig,
         block_hashes: Items[BlockHash],
         num_tokens: int,
+        loads: bool = True,
     ) -> None:
         self._cache, self._blocks, self._config, self._hashes = cache, blocks, config, block_hashes
+        self._tier = cache.tier if loads else None
         self._num_tokens = num_tokens
         self._full = min(num_tokens // config.block_size, len(block_hashes))
         self._limit = min(self._full, config.hits_of(num_tokens))
@@ -73,8 +78,8 @@ class GroupMatcher:
         """
         present = self._cache.find_longest_prefix(self._hashes, self._full)
         there, below = self._sealed_in(present), list[FrameId]()
-        if self._cache.tier is not None and there == min(len(present), self._limit):
-            below = self._cache.tier.find_run(self._hashes, len(present), self._full, self._cache.ambiguous)
+        if self._tier is not None and there == min(len(present), self._limit):
+            below = self._tier.find_run(self._hashes, len(present), self._full, self._cache.ambiguous)
             there = min(there + len(below), self._limit)
         sealed, leading = self._deepest(there), self._leading(present)
         hits, known = max(sealed, leading), len(present) + len(below)
@@ -117,7 +122,7 @@ class GroupMatcher:
 
     def _below(self, index: int, run: int) -> FrameId | None:
         """Return the frame of a run's block at a place of the prompt."""
-        tier, own = self._cache.tier, self._hashes[index]
+        tier, own = self._tier, self._hashes[index]
         key = key_of(own, run)
         if tier is None or (self._cache.ambiguous and key in self._cache.ambiguous):
             return None
@@ -194,7 +199,7 @@ class GroupMatcher:
 
     def frames_behind(self, boundary: int) -> list[FrameId]:
         """Return the frames of what is read behind a boundary and is in no block; of the first group the last one."""
-        found, tier = list[FrameId](), self._cache.tier
+        found, tier = list[FrameId](), self._tier
         for run in self._runs:
             for place in range(min(self._unread(run, boundary), boundary), boundary):
                 if not self._is_sealed(self._find(place, run)) and (frame := self._below(place, run)) is not None:
@@ -209,9 +214,9 @@ class GroupMatcher:
         present = self._cache.find_longest_prefix(self._hashes, self._limit)
         if self._sealed_in(present) < len(present):
             return -1
-        if self._cache.tier is None or len(present) == self._limit:
+        if self._tier is None or len(present) == self._limit:
             return len(present)
-        below = self._cache.tier.find_run(self._hashes, len(present), self._limit, self._cache.ambiguous)
+        below = self._tier.find_run(self._hashes, len(present), self._limit, self._cache.ambiguous)
         return len(present) + len(below)
 
     def _named(self, place: int, group: int) -> Lack:
@@ -246,7 +251,7 @@ class GroupMatcher:
                 ghost = self._cache.ghosts.get(key_of(self._hashes[index], run))
                 if self._is_there(index, run):
                     continue
-                if key_of(self._hashes[index], run) in self._cache.saved:
+                if self._cache.is_below(key_of(self._hashes[index], run)):
                     return PrefixMatch(hits, MissReason.UNFETCHED, limited)
                 if ghost is not None and self._find(index, run) is None:
                     return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])

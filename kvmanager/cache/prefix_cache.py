@@ -281,6 +281,10 @@ class PrefixCache:
                 missing.append(index)
         return 0, []
 
+    def is_below(self, key: BlockHash) -> bool:
+        """Return whether host memory or the disk has a content."""
+        return key in self.below or key in self.saved
+
     def explain_match(
         self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int
     ) -> PrefixMatch:
@@ -301,8 +305,8 @@ class PrefixCache:
         """Return the match of a prompt whose full block `present` was not found."""
         if not self._linked and self.has_block(block_hashes, present):
             return PrefixMatch(hits, MissReason.WINDOWED)
-        if block_hashes[present] in self.saved:
-            there = next((at for at in range(present, len(block_hashes)) if block_hashes[at] not in self.saved), None)
+        if self.is_below(block_hashes[present]):
+            there = next((at for at in range(present, len(block_hashes)) if not self.is_below(block_hashes[at])), None)
             return PrefixMatch(hits, MissReason.UNFETCHED, len(block_hashes) if there is None else there)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
@@ -495,6 +499,14 @@ class PrefixCache:
         for tier in (self.tier, self.disk):
             if tier is not None:
                 tier.clear()
+
+    def may_leave_out(self, block: BlockId) -> bool:
+        """Return whether an evicted block's content would take a frame, and nothing in frames stands behind it."""
+        blocks, tier = self._blocks, self.tier
+        key = blocks.hash[block]
+        if tier is None or key is None or blocks.parent[block] is None or key in self.copies:
+            return False
+        return key not in self.below and key not in tier.apart
 
     def store_below(self, block: BlockId, worthless: bool = False) -> Taken | None:
         """Return the frame for what an evicted block holds, and what was dropped; None if there is nothing to do.

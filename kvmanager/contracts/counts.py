@@ -15,7 +15,8 @@ class Totals:
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
     grants are admissions with a part of the prompt's blocks, again after each preemption. Host stores and loads are
     blocks that were copied into frames of the host tier, and out of them. Host drops are contents that left their frame
-    for others while nothing else had them, `host_drops_saved` those that the disk alone had then. Disk stores and loads
+    for others while nothing else had them, `host_declined` blocks that were evicted without a copy because stores did
+    not pay, `host_drops_saved` those that the disk alone had then. Disk stores and loads
     are blocks that transfers brought to disk and back, peer loads those that came from peers, `disk_lost` contents that
     could not be read, with what was behind them, and `unsaved` those for which no frame could be had. `fetches` counts
     sequences that waited for transfers, `transfer_ends` transfers by how they ended. `broken_stalls` counts preemptions
@@ -28,6 +29,7 @@ class Totals:
     host_stores: int = 0
     host_loads: int = 0
     host_drops: int = 0
+    host_declined: int = 0
     host_drops_saved: int = 0
     disk_stores: int = 0
     disk_loads: int = 0

@@ -31,10 +31,13 @@ from kvmanager.contracts.sequence import Run, Sequence
 class BlockStore:
     """Columns of all blocks, the pool, the prefix cache, the order of eviction, and what is retained.
 
-    `remembered` is the match of the sequence that was tried last and lacked blocks.
+    `remembered` is the match of the sequence that was tried last and lacked blocks; `loads` is whether what host memory
+    has is a hit.
     """
 
-    __slots__ = ("blocks", "cache", "config", "disk", "eviction", "pool", "remembered", "retention", "states", "tier")
+    __slots__ = (
+        "blocks", "cache", "config", "disk", "eviction", "loads", "pool", "remembered", "retention", "states", "tier",
+    )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock) -> None:
         self.config = config
@@ -61,6 +64,7 @@ class BlockStore:
         self.pool = BlockPool(self.blocks, self.eviction, self.retention, self.states)
         self.cache.rebase()
         self.remembered: RememberedMatch | None = None
+        self.loads = True
 
     def is_checkpoint(self, block: BlockId) -> bool:
         """Return whether a block has states, and no K/V."""

@@ -64,32 +64,41 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     return missing
 
 
-def _host_counts(totals: Totals) -> tuple[int, int, int]:
-    """Return the counts of what went to host memory, and of what left it for that: lost, and on disk alone."""
-    return totals.host_stores, totals.host_drops, totals.host_drops_saved
+def _host_counts(totals: Totals) -> tuple[int, int, int, int]:
+    """Return the counts of what went to host memory, left it for that (lost, or on disk alone), and did not go."""
+    return totals.host_stores, totals.host_drops, totals.host_drops_saved, totals.host_declined
 
 
 def _find_kept(
-    state: LedgerState, before: tuple[int, int, int], gone: list[BlockHash], figures: dict[str, float]
+    state: LedgerState, before: tuple[int, int, int, int], gone: list[BlockHash], figures: dict[str, float]
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return which tier keeps what was evicted, as the name of a figure, "" for none, and reasons in words.
 
     Add to the figures of the record what the tiers have kept and dropped since `before`.
     """
     cache = state.store.cache
-    stores, lost, left = (now - then for now, then in zip(_host_counts(state.totals), before, strict=True))
+    stores, lost, left, declined = (now - then for now, then in zip(_host_counts(state.totals), before, strict=True))
     kept = [KEPT if each in cache.below else SAVED if each in cache.saved else "" for each in gone]
     held, saved = kept.count(KEPT), kept.count(SAVED)
     # Those that a frame had already need no store, and are kept too.
     figures["host_stores"] = float(stores)
     figures["host_blocks"], figures[KEPT] = float(len(cache.below)), float(held)
     reasons = [f"{HOST_REASON}it keeps {held} of {len(gone)}"]
+    if declined:
+        figures["host_declined"] = float(declined)
+        reasons.append(f"{HOST_REASON}{declined} are not stored: {_why_declined(state)}")
     if state.store.disk is not None:
         figures |= {"disk_blocks": float(len(cache.saved)), SAVED: float(saved)}
         figures |= {"host_drops": float(lost), "host_drops_saved": float(left)}
         words = f"{DISK_REASON}it keeps {saved} of the other {len(gone) - held}"
         reasons.append(words + (f", and {left} of {lost + left} that left host memory for them" if lost + left else ""))
     return kept, tuple(reasons)
+
+
+def _why_declined(state: LedgerState) -> str:
+    if not state.store.loads:
+        return "to copy one takes longer than to compute it"
+    return "copies took longer lately than what was loaded would have taken to compute"
 
 
 def drop_cached_blocks(state: LedgerState) -> int:

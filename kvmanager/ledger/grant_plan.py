@@ -95,12 +95,12 @@ def match_prefix(store: BlockStore, block_hashes: Items[BlockHash], num_tokens: 
         return Matched([], PrefixMatch(0, MissReason.DISABLED))
     full = min(num_tokens // config.block_size, len(block_hashes))
     if config.groups:
-        found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens).match()
+        found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens, store.loads).match()
         return Matched(found.hits, found.match, found.frames)
     if config.window:
         return Matched(*match_in_window(cache, config, block_hashes, num_tokens, full))
     present, frames = cache.find_longest_prefix(block_hashes, full), list[FrameId]()
-    if store.tier is not None:
+    if store.tier is not None and store.loads:
         frames = store.tier.find_run(block_hashes, len(present), full, cache.ambiguous)
     match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present) + len(frames))
     hits = present[: match.hit_blocks]
@@ -348,7 +348,7 @@ def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
     if not config.prefix_caching or not sequence.takes_hits:
         disabled, runs = PrefixMatch(0, MissReason.DISABLED), _no_hits(config)
         return RememberedMatch(sequence.id, sequence.num_tokens, [], disabled, 0, 0, runs)
-    found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
+    found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens, store.loads).match()
     cached = sum(blocks.pages_of(block) for block in every_hit(found.hits, found.runs) if blocks.state[block] is CACHED)
     return RememberedMatch(
         sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed, found.frames

@@ -19,6 +19,7 @@ from common.contracts.types import (
     SequencePhase,
     ShortfallReason,
 )
+from kvmanager.cache.prefix_cache import PrefixMatch
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger import chunked_grants
 from kvmanager.ledger.block_store import BlockStore
@@ -50,7 +51,7 @@ def _await(store: BlockStore, hits: list[BlockId]) -> int:
 
 _MISSES: Final = {
     MissReason.DIVERGED_AT: "never seen from block {} on",
-    MissReason.UNFETCHED: "the first {} blocks are there or on disk, and the missing ones were not fetched",
+    MissReason.UNFETCHED: "the first {} blocks are in the pool or in tiers, and the missing ones did not come",
     MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states, or no room for it",
 }
 
@@ -71,6 +72,16 @@ def _reasons(
         reasons.append(f"{RETENTION_REASON}{match.retention}")
     reasons += _special(sequence, plan, passes, lacking)
     return tuple(reasons)
+
+
+def _why_not_loaded(state: LedgerState, match: PrefixMatch) -> tuple[str, ...]:
+    """Return in words why what host memory has of a prompt is not loaded."""
+    costs = state.worker.costs
+    if match.miss_reason is not MissReason.UNFETCHED or state.store.loads or costs is None:
+        return ()
+    unit = "page" if state.config.groups else "block"
+    copied, computed = (f"{1000 * each:.2f} ms" for each in (costs.copy, costs.compute))
+    return (f"{HOST_REASON}loads do not pay: to copy a {unit} takes {copied}, to compute a block {computed}",)
 
 
 def _special(sequence: Sequence, plan: GrantPlan, passes: bool, lacking: int) -> list[str]:
@@ -128,6 +139,8 @@ def record_grant(
         state.totals.partial_hits += 1
         state.totals.partial_hit_tokens += part.slots
     reasons = (*_reasons(sequence, plan, passes, part, lacking), *_ahead_reasons(state, sequence, plan))
+    reasons += _why_not_loaded(state, match)
+    state.gate.note_spared(loaded)
     passed_by, waited = state.sequences.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
     figures = {
         "num_tokens": float(sequence.num_tokens),

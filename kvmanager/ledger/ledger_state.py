@@ -26,6 +26,7 @@ from common.contracts.lease import TierCopy, blocks_needed
 from common.contracts.transfers import TransferCosts
 from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, FrameId, SequenceId
 from kvmanager.cache.frame_tier import NO_FRAME, Taken
+from kvmanager.cache.store_gate import StoreGate
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import Totals
 from kvmanager.contracts.ledger_config import LedgerConfig
@@ -42,8 +43,8 @@ class LedgerState:
     """The parts of one worker's ledger. Parts do not know each other."""
 
     __slots__ = (
-        "admission", "ahead", "clock", "config", "decisions", "peers", "sequences", "store", "tier_copies", "totals",
-        "transfers", "worker",
+        "admission", "ahead", "clock", "config", "decisions", "gate", "peers", "sequences", "store", "tier_copies",
+        "totals", "transfers", "worker",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
@@ -52,7 +53,7 @@ class LedgerState:
         self.totals = Totals()
         # Finds the worker that has the most of some blocks; None: this worker fetches from no other one.
         self.peers: FindPeer | None = None
-        self.store = BlockStore(config, clock)
+        self.store, self.gate = BlockStore(config, clock), StoreGate(config.frames)
         self._begin()
 
     def empty(self) -> None:
@@ -89,9 +90,15 @@ class LedgerState:
     def keep_below(self, block: BlockId, others: Items[BlockId] = (), worthless: bool = False) -> None:
         """Order that frames get what an evicted block holds, unless some have it already, or it is worth nothing.
 
-        `others` are its further pages.
+        `others` are its further pages. What is behind it in frames is kept even where stores do not pay.
         """
-        store, key = self.store, self.store.blocks.hash[block]
+        store, key, pages = self.store, self.store.blocks.hash[block], 1 + len(others)
+        if not (self.gate.open and store.loads) and not worthless and store.cache.may_leave_out(block):
+            self.gate.note_declined(pages)
+            self.totals.host_declined += 1
+            if key is not None:
+                self.ahead.came.pop(key, None)
+            return
         taken = store.cache.store_below(block, worthless)
         if taken is None:
             if key is not None and key not in store.cache.below:
@@ -106,6 +113,7 @@ class LedgerState:
             frames = store.tier.frames.others[taken.frame]
             self.tier_copies += [TierCopy(page, frame) for page, frame in zip(others, frames, strict=True)]
         self.totals.host_stores += 1
+        self.gate.note_stored(pages, self.worker.costs)
 
     def count_drop(self, taken: Taken) -> None:
         """Count contents that have left host memory, unless a block has them: they are lost, or on disk alone."""
@@ -142,6 +150,7 @@ class LedgerState:
         assert store.tier is not None
         block = store.pool.take_pages(group, pages) if self.config.groups else store.pool.take_block()
         self.tier_copies.append(TierCopy(block, frame, load=True))
+        self.gate.note_loaded(pages)
         if pages > 1:
             others = zip(store.blocks.others[block], store.tier.frames.others[frame], strict=True)
             self.tier_copies += [TierCopy(page, each, load=True) for page, each in others]

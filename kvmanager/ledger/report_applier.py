@@ -34,7 +34,7 @@ def apply_report(state: LedgerState, report: Report) -> None:
         state.worker.draining = True
         ahead.end_wishes(state, ahead.DRAINS)
     if report.transfer_costs is not None:
-        state.worker.costs = report.transfer_costs
+        transfers.note_costs(state, report.transfer_costs)
     if report.stalled is not None:
         note_stalled(state, report.stalled)
     state.worker.lease_want = report.lease_want

@@ -35,10 +35,11 @@ from common.contracts.transfers import (
     TransferEnd,
     pays_to_fetch,
 )
-from common.contracts.types import BlockHash, FrameId, ShortfallReason
+from common.contracts.types import BlockHash, FrameId, KvGroupKind, ShortfallReason
 from kvmanager.cache.frame_tier import NO_FRAME, FrameTier, Taken
 from kvmanager.cache.group_match import GroupMatcher, Lack
 from kvmanager.contracts.block import ROOT
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.ports import HasContents, Peer
 from kvmanager.contracts.sequence import Fetch, Sequence
 from kvmanager.ledger import grant_plan, grant_records
@@ -65,10 +66,26 @@ def fetch_pays(
 ) -> bool:
     """Return whether fetching so many blocks is expected to beat computing them; yes while costs are unknown.
 
-    The peer has `ahead` images to serve before theirs. They have `images`; None: one each.
+    The peer has `ahead` images to serve before theirs. They have `images`; None: one each. Steps load them then.
     """
-    moved = ahead + (blocks if images is None else images)
-    return costs is None or pays_to_fetch(fetch_seconds(costs, moved, from_peer), costs.compute * blocks)
+    if costs is None:
+        return True
+    own = blocks if images is None else images
+    fetched = fetch_seconds(costs, ahead + own, from_peer)
+    return not fetched or pays_to_fetch(fetched + costs.copy * own, costs.compute * blocks)
+
+
+def loads_pay(costs: TransferCosts, config: LedgerConfig) -> bool:
+    """Return whether loading a block from host memory is expected to beat computing it."""
+    pages = sum(each.pages for each in config.groups if each.kind is not KvGroupKind.STATE) or 1
+    return pays_to_fetch(costs.copy * pages, costs.compute)
+
+
+def note_costs(state: LedgerState, costs: TransferCosts) -> None:
+    """Take what a block costs the worker. What it does not pay to load from host memory is no hit from now on."""
+    state.worker.costs, pay = costs, loads_pay(costs, state.config)
+    if pay is not state.store.loads:
+        state.store.loads, state.store.remembered = pay, None
 
 
 # ------------------------------------------------------------ fetches
@@ -155,7 +172,7 @@ def find_fetch(state: LedgerState, sequence: Sequence, from_peers: bool = True) 
     Peers are looked at once a stay: there may be hundreds of them.
     """
     store, from_peers = state.store, from_peers and state.peers is not None and not sequence.asked_peers
-    if store.tier is None or sequence.fetch is not None or not sequence.takes_hits:
+    if store.tier is None or sequence.fetch is not None or not sequence.takes_hits or not store.loads:
         return None
     if not (store.cache.saved or store.tier.expected or from_peers):
         return None

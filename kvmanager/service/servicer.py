@@ -97,6 +97,7 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         host_stores=counts.totals.host_stores,
         host_loads=counts.totals.host_loads,
         host_drops=counts.totals.host_drops,
+        host_declined=counts.totals.host_declined,
         disk_frames=counts.disk_frames,
         disk_held=counts.disk_held,
         disk_closed=counts.disk_closed,

@@ -97,6 +97,19 @@ def test_what_leaves_host_memory_too_comes_back_from_disk() -> None:
     assert (last.first_token_s or 0.0) >= 3 * 0.003 + 3 * 0.002 + step(16)
 
 
+def test_where_copies_are_slower_than_computing_host_memory_changes_nothing_but_what_shows_that() -> None:
+    """A block is copied in 200 ms, and computed in 160: a few steps copy before that is known."""
+    slow = replace(RATES, host=IMAGE / 0.2)
+    others = [Arrival(5.0 * n, 320, 4, tuple(range(100 * n, 100 * n + 20))) for n in (1, 2, 3, 4, 5)]
+    asked = (Arrival(0.0, 64, 4, TALK), *others, Arrival(60.0, 64, 4, TALK))
+    small = replace(ONE, num_blocks=24)
+    alone, slowed = (replayed(each, *asked).requests for each in (small, replace(small, moves=Moves(256, rates=slow))))
+    assert slowed[-1].cached_tokens == 0
+    assert slowed[-1].first_token_s == pytest.approx(step(64))
+    later = [b.finished_at != pytest.approx(a.finished_at) for a, b in zip(alone, slowed, strict=True)]
+    assert 1 <= sum(later) <= 2
+
+
 FULL = KvGroup(KvGroupKind.FULL, 0, 1, (0,))
 WINDOW = KvGroup(KvGroupKind.WINDOW, 32, 3, (1,))
 """Of a block's K and V it has three quarters: a page is a quarter of what a block has in all layers."""

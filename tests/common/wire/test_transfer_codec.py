@@ -121,8 +121,8 @@ def test_a_report_without_transfers_says_nothing_of_them() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
 def test_costs_that_are_no_seconds_count_as_unknown(value: float) -> None:
-    sent = kvmanager_pb2.TransferCosts(compute_seconds=value, read_seconds=0.5)
-    assert transfer_codec.costs_from_proto(sent) == TransferCosts(0.0, 0.5)
+    sent = kvmanager_pb2.TransferCosts(compute_seconds=value, read_seconds=0.5, copy_seconds=0.25)
+    assert transfer_codec.costs_from_proto(sent) == TransferCosts(0.0, 0.5, copy=0.25)
     fetched = kvmanager_pb2.Fetched(blocks=3, asked=4, seconds=value, source="d" * 10_000)
     received = transfer_codec.fetched_from_proto(fetched)
     assert received[:3] == Fetched(3, 4, 0.0)[:3]

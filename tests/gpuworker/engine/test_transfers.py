@@ -368,6 +368,19 @@ def test_costs_are_told_when_they_have_changed_by_a_quarter() -> None:
     assert told == [TransferCosts(1.0, 0.25), None, TransferCosts(1.3, 0.25), None, TransferCosts(1.7, 0.25)]
 
 
+def test_what_copies_take_is_told_and_forgotten_after_ten_minutes_if_it_is_no_gain() -> None:
+    """Nothing is copied then, so nothing else would say that copies are quick again."""
+    side = Side()
+    side.transfers.note_copies(4, 1.0)
+    told = []
+    for number, compute in enumerate([1.0, 0.375, 0.375], start=1):
+        side.turn(compute)
+        side.driver.submit(number, [1, 2, 3])
+        told.append(side.report().transfer_costs)
+        side.clock.now += 301.0
+    assert told == [TransferCosts(1.0, 0.0, copy=0.25), TransferCosts(0.375, 0.0, copy=0.25), TransferCosts(0.375, 0.0)]
+
+
 def test_a_fetch_from_disk_lasts_until_its_last_block_has_landed() -> None:
     """A sequence waits for all of it: that the host's memory is slow is a part of what fetches take."""
     side = Side()

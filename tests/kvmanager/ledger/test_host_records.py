@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.contracts.transfers import TransferCosts
 from common.contracts.types import Decision, DecisionKind, MissReason, SequenceId
 from kvmanager.ledger.ledger import Ledger
 from tests.support.kvmanager.ledgers import (
@@ -163,3 +164,58 @@ def test_a_preempted_sequence_loads_what_it_lost() -> None:
         "computed again after a preemption",
     )
     assert host_totals(ledger) == (2, 1, 0)
+
+
+DEAR = TransferCosts(compute=0.010, read=0.0, copy=0.0091)
+CHEAP = TransferCosts(compute=0.010, read=0.0, copy=0.0089)
+
+
+def test_what_is_dearer_to_load_than_to_compute_is_not_loaded_and_nothing_is_stored() -> None:
+    ledger = ledger_of(frames=8)
+    run_through(ledger, 1, prompt(33))
+    run_through(ledger, 2, other(1))
+    play(ledger, transfer_costs=DEAR)
+    granted = run_through(ledger, 3, prompt(33))
+    assert (granted.n_shared, granted.miss_reason) == (0, MissReason.UNFETCHED)
+    decisions = ledger.drain_decisions()
+    grant = [each for each in decisions if each.kind is DecisionKind.GRANT][-1]
+    said = "host memory: loads do not pay: to copy a block takes 9.10 ms, to compute a block 10.00 ms"
+    assert said in grant.reasons
+    evicted = [each for each in decisions if each.kind is DecisionKind.EVICTION][-1]
+    assert "host memory: 3 are not stored: to copy one takes longer than to compute it" in evicted.reasons
+    totals = ledger.pool_counts().totals
+    assert (totals.host_declined, host_totals(ledger)) == (3, (2, 0, 0))
+    play(ledger, transfer_costs=CHEAP)
+    assert run_through(ledger, 4, other(2)).n_shared == 0
+    assert run_through(ledger, 5, prompt(33)).n_shared == 2
+    assert host_totals(ledger)[1] == 2
+
+
+def test_what_stands_before_the_content_of_a_frame_is_stored_although_stores_do_not_pay() -> None:
+    """Else a load would have nothing to stand behind, once loads pay again."""
+    ledger = ledger_of(num_blocks=5, frames=8)
+    run_through(ledger, 1, prompt(49))
+    run_through(ledger, 2, prompt(49, 1000))
+    assert host_totals(ledger)[0] == 2, "the last blocks of the first prompt; its first one stays in the pool"
+    play(ledger, transfer_costs=DEAR)
+    run_through(ledger, 3, prompt(65, 2000))
+    ledger.check_invariants()
+    assert (host_totals(ledger)[0], ledger.pool_counts().totals.host_declined) == (3, 3)
+    play(ledger, transfer_costs=CHEAP)
+    assert run_through(ledger, 4, prompt(49)).n_shared == 3
+
+
+def test_copies_that_save_less_than_they_take_are_left_out_for_a_while() -> None:
+    ledger = ledger_of(num_blocks=64, frames=64)
+    play(ledger, transfer_costs=TransferCosts(compute=0.010, read=0.0, copy=0.001))
+    number = 0
+    while not ledger.pool_counts().totals.host_declined:
+        run_through(ledger, number, other(number, 1024))
+        number += 1
+        assert number < 64
+    totals = ledger.pool_counts().totals
+    assert totals.host_stores == 2 * 1024
+    evicted = last(ledger, DecisionKind.EVICTION)
+    said = "are not stored: copies took longer lately than what was loaded would have taken to compute"
+    assert any(said in each for each in evicted.reasons)
+    ledger.check_invariants()

@@ -130,7 +130,14 @@ class LedgerLife(RuleBasedStateMachine):
         for number in list(self.worker.transfers)[:most]:
             self.worker.end_transfer(number, TransferEnd.DONE)
 
-    @rule(costs=st.builds(TransferCosts, st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 0.9])))
+    @rule(
+        costs=st.builds(
+            TransferCosts,
+            st.sampled_from([0.0, 1.0]),
+            st.sampled_from([0.0, 0.5, 0.9]),
+            copy=st.sampled_from([0.0, 0.5, 2.0]),
+        )
+    )
     def costs_change(self, costs: TransferCosts) -> None:
         self.worker.costs = costs
 

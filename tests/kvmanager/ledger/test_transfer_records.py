@@ -185,7 +185,7 @@ def test_what_does_not_pay_is_no_eviction() -> None:
     play(disk.ledger, transfer_costs=TransferCosts(0.01, 0.01))
     (granted,) = disk.take(play(disk.ledger, reserve=(reserve(3, CHAT),)))
     assert (granted.fetched, granted.miss_reason, granted.diverged_at) == (None, MissReason.UNFETCHED, 3)
-    words = "the first 3 blocks are there or on disk, and the missing ones were not fetched"
+    words = "the first 3 blocks are in the pool or in tiers, and the missing ones did not come"
     assert disk.last(DecisionKind.GRANT).reasons[:2] == ("unfetched", words)
 
 

@@ -329,6 +329,8 @@ def test_one_that_computes_all_its_tokens_fetches_nothing() -> None:
         (TransferCosts(1.0, 0.89), True),
         (TransferCosts(1.0, FETCH_MARGIN), False),
         (TransferCosts(1.0, 2.0), False),
+        (TransferCosts(1.0, 0.5, copy=0.375), True),
+        (TransferCosts(1.0, 0.5, copy=0.5), False),
     ],
     ids=str,
 )

@@ -51,6 +51,8 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         _partial_key(state) if state.config.grants_parts else None,
         _age_key(state) if state.config.max_wait else None,
         _tier_key(state) if state.store.tier is not None else None,
+        # The gate's counts decide nothing before a thousand stores.
+        (state.store.loads, state.gate.open),
     )
 
 
@@ -67,7 +69,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     worker = old.worker
     new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
     new.tier_copies, new.transfers, new.peers = old.tier_copies.copy(), old.transfers.copy(), old.peers
-    new.ahead = old.ahead.copy()
+    new.ahead, new.gate = old.ahead.copy(), deepcopy(old.gate)
     return new
 
 
@@ -87,7 +89,7 @@ def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
         new.blocks, new.cache.entries, new.eviction, clock, old.config.retention_limits, old.config.block_pages
     )
     new.pool = _copy_pool(old.pool, new)
-    new.remembered = None
+    new.remembered, new.loads = None, old.loads
     return new
 
 

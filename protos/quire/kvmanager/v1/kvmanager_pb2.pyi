@@ -749,11 +749,14 @@ class TransferCosts(_message.Message):
     READ_SECONDS_FIELD_NUMBER: _builtins.int
     PEER_SECONDS_FIELD_NUMBER: _builtins.int
     PEER_SETUP_SECONDS_FIELD_NUMBER: _builtins.int
+    COPY_SECONDS_FIELD_NUMBER: _builtins.int
     compute_seconds: _builtins.float
     read_seconds: _builtins.float
     peer_seconds: _builtins.float
     """To fetch it from another worker, and what each such fetch takes beside its blocks."""
     peer_setup_seconds: _builtins.float
+    copy_seconds: _builtins.float
+    """To copy it into host memory or back, as a part of steps."""
     def __init__(
         self,
         *,
@@ -761,10 +764,11 @@ class TransferCosts(_message.Message):
         read_seconds: _builtins.float = ...,
         peer_seconds: _builtins.float = ...,
         peer_setup_seconds: _builtins.float = ...,
+        copy_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "peer_seconds", b"peer_seconds", "peer_setup_seconds", b"peer_setup_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "copy_seconds", b"copy_seconds", "peer_seconds", b"peer_seconds", "peer_setup_seconds", b"peer_setup_seconds", "read_seconds", b"read_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1452,6 +1456,7 @@ class Pool(_message.Message):
     PEER_LOADS_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     AHEAD_LOADS_FIELD_NUMBER: _builtins.int
+    HOST_DECLINED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1508,6 +1513,8 @@ class Pool(_message.Message):
     """Prefixes that are to come into host memory although no request waits for them, and the blocks that came so: by
     "prefetch", which a caller asked for, and "replica", a copy of a prefix that several workers were asked for.
     """
+    host_declined: _builtins.int
+    """Blocks that were evicted without a copy, because stores in host memory cost more than loads saved."""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -1564,10 +1571,11 @@ class Pool(_message.Message):
         peer_loads: _builtins.int = ...,
         ahead: _builtins.int = ...,
         ahead_loads: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        host_declined: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "ahead_loads", b"ahead_loads", "cached", b"cached", "disk_closed", b"disk_closed", "disk_frames", b"disk_frames", "disk_held", b"disk_held", "disk_loads", b"disk_loads", "disk_lost", b"disk_lost", "disk_stores", b"disk_stores", "evictions", b"evictions", "fetches", b"fetches", "fetching", b"fetching", "free", b"free", "groups", b"groups", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "peer_loads", b"peer_loads", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "transfer_ends", b"transfer_ends", "unsaved", b"unsaved", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "ahead_loads", b"ahead_loads", "cached", b"cached", "disk_closed", b"disk_closed", "disk_frames", b"disk_frames", "disk_held", b"disk_held", "disk_loads", b"disk_loads", "disk_lost", b"disk_lost", "disk_stores", b"disk_stores", "evictions", b"evictions", "fetches", b"fetches", "fetching", b"fetching", "free", b"free", "groups", b"groups", "host_declined", b"host_declined", "host_drops", b"host_drops", "host_frames", b"host_frames", "host_held", b"host_held", "host_loads", b"host_loads", "host_stores", b"host_stores", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "peer_loads", b"peer_loads", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "transfer_ends", b"transfer_ends", "unsaved", b"unsaved", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
