@@ -1,6 +1,7 @@
 """`quire why REQUEST`: says why a request was slow, was refused or missed the cache, and what to do about it.
 
-`--hit-rate` and `--latency` say why these changed, against the span of time before.
+`--hit-rate` and `--latency` say why these changed, against the span of time before. `--session` lists the requests of
+one session.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from cli.client import add_admin_address, add_json, path_of, print_json, run_command
 from cli.views.change import ChangeView
-from cli.views.why import WhyTable, WhyView, head_lines
+from cli.views.why import SessionTable, WhyTable, WhyView, head_lines
 from cli.why.change import DEFAULT_SPAN_S, changes, ends_of
 from cli.why.choice import Choice, chosen, seconds_of
 from cli.why.gather import Gatherer
@@ -31,6 +32,7 @@ from common.contracts.errors import FieldViolation, InvalidConfig, NotFound
 from common.version import quire_version
 from router.observe.diagnosis.change_words import head_of as head_of_change
 from router.observe.diagnosis.rules import diagnose
+from router.observe.diagnosis.session_turns import Turn, turns_of
 from router.observe.diagnosis.verdict import Diagnosis
 
 # Requests that one screen explains.
@@ -53,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     text = "why the hit rate changed in the last TIME of --since (5m), against as much time before"
     flags.add_argument("--hit-rate", action="store_true", help=text)
     flags.add_argument("--latency", action="store_true", help="the same for the time to the first token")
-    flags.add_argument("--tenant", default="", help="requests of this tenant alone")
+    text = "the requests of a session, by the id that the client sends, in the order in which they came"
+    flags.add_argument("--session", default="", metavar="ID", help=text)
+    flags.add_argument("--tenant", default="", help="requests of this tenant alone; with keys, --session needs it")
     flags.add_argument(
         "--export", type=path_of, metavar="FILE", help="write one JSON file with all of it, for a ticket"
     )
@@ -100,6 +104,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.hit_rate or args.latency:
         return run_command(partial(compare, args))
+    if args.session:
+        return run_command(partial(list_session, args))
 
     async def body(console: Console) -> None:
         async with opened(args) as source:
@@ -133,10 +139,50 @@ async def compare(args: argparse.Namespace, console: Console) -> None:
         console.print(ChangeView(each, seconds, runbook), soft_wrap=not console.is_terminal)
 
 
+async def list_session(args: argparse.Namespace, console: Console) -> None:
+    """Show the requests of a session. Raises InvalidConfig for flags that choose others, and NotFound without any."""
+    if args.id or Choice(args.last, args.slowest, args.rejected, args.preempted, args.misses) != Choice():
+        what = "chooses all requests of a session; leave out REQUEST and the flags that choose requests"
+        raise InvalidConfig(FieldViolation("--session", what))
+    since_ns = None if args.since is None else time.time_ns() - int(seconds_of(args.since) * 1e9)
+    async with opened(args) as source:
+        gatherer = Gatherer(source, args.tenant)
+        ends = await gatherer.ends_of_session(args.session, since_ns)
+        turns = turns_of(ends.records)
+        if not turns:
+            what = f"no request of session {args.session} ended here, or its records are gone ({gatherer.bound})"
+            raise NotFound(f"{what}; where callers have keys, name the tenant too: --tenant NAME")
+        shown = [replace(each, diagnosis=diagnose(await gatherer.history(each.request_id))) for each in turns[-_MOST:]]
+        if args.export is not None:
+            write(args.export, [await exported(gatherer, each.diagnosis) for each in shown if each.diagnosis])
+    if args.json:
+        print_json(session_document(shown, len(turns) - len(shown), ends.missing, gatherer.runbook))
+    else:
+        show(console, SessionTable(shown, len(turns) - len(shown)), ends.missing)
+
+
+def session_document(turns: Sequence[Turn], earlier: int, missing: Sequence[str], runbook: str) -> dict[str, Any]:
+    """Return a session for --json: figures of each request beside its diagnosis."""
+    requests = [
+        {
+            "request_id": each.request_id,
+            "began_unix_nano": each.began_ns,
+            "ended_unix_nano": each.ended_ns,
+            "think_s": each.think_s,
+            "waited_s": each.waited_s,
+            "prompt_tokens": 0 if each.outcome is None else each.outcome.prompt_tokens,
+            "cached_tokens": 0 if each.outcome is None else each.outcome.cached_tokens,
+            "diagnosis": None if each.diagnosis is None else plain(each.diagnosis, runbook),
+        }
+        for each in turns
+    ]
+    return {"requests": requests, "earlier": earlier, "missing": list(missing)}
+
+
 def span_of(args: argparse.Namespace) -> float:
     """Return the seconds of each span. Raises InvalidConfig for flags that choose requests, and for no time."""
     chosen_by = Choice(args.last, args.slowest, args.rejected, args.preempted, args.misses)
-    if args.id or chosen_by != Choice() or args.export is not None:
+    if args.id or args.session or chosen_by != Choice() or args.export is not None:
         what = "is about all requests of a span of time; leave out REQUEST, --export and the flags that choose requests"
         raise InvalidConfig(FieldViolation("--hit-rate" if args.hit_rate else "--latency", what))
     seconds = DEFAULT_SPAN_S if args.since is None else seconds_of(args.since)
@@ -145,7 +191,7 @@ def span_of(args: argparse.Namespace) -> float:
     return seconds
 
 
-def show(console: Console, found: WhyView | WhyTable, missing: Sequence[str]) -> None:
+def show(console: Console, found: WhyView | WhyTable | SessionTable, missing: Sequence[str]) -> None:
     console.print(found, soft_wrap=isinstance(found, WhyView) and not console.is_terminal)
     for each in missing:
         console.print(f"missing: {each}", style="yellow", soft_wrap=not console.is_terminal)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -19,6 +20,7 @@ from rich.text import Text
 from cli.views.cutting import cut
 from router.observe.diagnosis.causes import Advice, Cause
 from router.observe.diagnosis.phases import LABELS, WORK
+from router.observe.diagnosis.session_turns import Turn
 from router.observe.diagnosis.verdict import Diagnosis, PhaseSpan, advised
 from router.observe.diagnosis.words import duration, percent
 
@@ -85,11 +87,49 @@ class WhyTable:
         table.add_column("why")
         for each in self._found:
             times = (duration(s) if s is not None else "-" for s in (each.first_token_s, each.total_s))
-            why = each.verdict.sentence if each.prefix is None else f"{each.verdict.sentence} {each.prefix.sentence}"
-            table.add_row(Text(cut(each.request_id, room)), *times, Text(why))
+            table.add_row(Text(cut(each.request_id, room)), *times, Text(_why(each)))
         yield table
         if self._more:
             yield Text(f"and {self._more} more; name one request for all about it", "dim")
+
+
+class SessionTable:
+    """The requests of one session, a line each, in the order in which they came; `earlier` ones are left out."""
+
+    def __init__(self, turns: Sequence[Turn], earlier: int) -> None:
+        self._turns, self._earlier = turns, earlier
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._earlier:
+            yield Text(f"{self._earlier} earlier requests are left out; --since TIME chooses a span", "dim")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        room = _LEAST_ID if console.is_terminal else max((len(each.request_id) for each in self._turns), default=0)
+        table.add_column("came", no_wrap=True)
+        table.add_column("request", no_wrap=True)
+        for name in ("think time", "waited", "first token", "took", "hits"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("why")
+        for each in self._turns:
+            came = datetime.fromtimestamp(each.began_ns / 1e9).astimezone().strftime("%H:%M:%S")
+            why = "" if each.diagnosis is None else _why(each.diagnosis)
+            table.add_row(came, Text(cut(each.request_id, room)), *_figures_of(each), Text(why))
+        yield table
+
+
+def _figures_of(turn: Turn) -> Iterator[str]:
+    """Yield think time, wait, time to the first token, time in all, and cached tokens of prompt tokens."""
+    yield duration(turn.think_s) if turn.think_s is not None else "-"
+    if (outcome := turn.outcome) is None:
+        yield from ("-",) * 4
+        return
+    yield duration(turn.waited_s)
+    yield duration(outcome.first_token_s) if outcome.has_first_token else "-"
+    yield duration(outcome.total_s)
+    yield f"{outcome.cached_tokens} of {outcome.prompt_tokens}" if outcome.prompt_tokens else "-"
+
+
+def _why(found: Diagnosis) -> str:
+    return found.verdict.sentence if found.prefix is None else f"{found.verdict.sentence} {found.prefix.sentence}"
 
 
 def head_lines(found: Diagnosis, runbook: str) -> Iterator[Text]:

@@ -18,6 +18,7 @@ from common.contracts.types import Decision, DecisionKind
 from common.decisions.query import concerned
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
+from router.contracts.session_ids import is_session_name, session_name
 from router.observe.diagnosis.request_history import RequestHistory, request_history
 
 # A router that is gone says so at once; one that is busy is asked about just that.
@@ -54,21 +55,31 @@ class Gatherer:
         """Where the advice on a cause is explained."""
         return self._source.runbook
 
-    async def ends(self, since_ns: int | None = None) -> Ends:
-        """Return the records since a time that end requests, of each kind oldest first; without a time the newest."""
+    async def ends(self, since_ns: int | None = None, session: str = "") -> Ends:
+        """Return the records since a time that end requests, of each kind oldest first; without a time the newest.
+
+        `session` is the name of the one session that is asked about.
+        """
         lister, listed = Lister(self._source, _PATIENCE_S), Listed()
         most = MAX_LISTED_DECISIONS if since_ns is None else self._most
         # A span that begins before 1970 is longer than any log.
         since = 0 if since_ns is None else max(1, since_ns)
         cut: list[str] = []
         for kind in (DecisionKind.OUTCOME, DecisionKind.REJECTION):
-            wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, since_unix_nano=since)
+            wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, since_unix_nano=since, session=session)
             found = await lister.newest(wanted, from_manager=False, limit=most)
             listed.add("router", found, since)
             cut += _cut(found, kind, most, since_ns)
         unread = (f"records of {each}" for each in self._source.missing())
         decisions = known_decisions(record for _, record in listed.records)
         return Ends(tuple(decisions), tuple(dict.fromkeys((*cut, *listed.missing, *unread))))
+
+    async def ends_of_session(self, session: str, since_ns: int | None = None) -> Ends:
+        """Return the records that end the requests of a session. `session` is its id, or its name in records."""
+        names = [session_name(self._tenant, session)] + ([session] if is_session_name(session) else [])
+        parts = [await self.ends(since_ns, name) for name in names]
+        records = {each.decision_id: each for part in parts for each in part.records}
+        return Ends(tuple(records.values()), tuple(dict.fromkeys(each for part in parts for each in part.missing)))
 
     async def history(self, name: str) -> RequestHistory:
         """Return the history of a request by its id, the client's own name for it, or the first characters of its id.

@@ -17,6 +17,7 @@ PREFIX: Final = "gen_ai."
 
 # ------------------------------------------------------------ attributes
 
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
 OPERATION_NAME: Final = "gen_ai.operation.name"
 PROVIDER_NAME: Final = "gen_ai.provider.name"
 OUTPUT_TYPE: Final = "gen_ai.output.type"

@@ -70,6 +70,8 @@ MAX_METADATA_CHARS: Final = 512
 MAX_ABORTED_IDS: Final = 128
 # Characters of a request id.
 MAX_REQUEST_ID_CHARS: Final = 128
+# Characters of a session id; it is hashed before anything keeps it.
+MAX_SESSION_ID_CHARS: Final = 256
 # Characters of a tenant's name, which the file of tenants declares.
 MAX_TENANT_CHARS: Final = 64
 # Characters of a cache salt; it is hashed with every prompt.

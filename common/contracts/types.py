@@ -206,3 +206,5 @@ class Decision:
     tenant: str = ""
     # The worker whose blocks or slots it is about, or that was chosen; empty where there is none.
     worker: str = ""
+    # The name of the request's session; empty for none, and in records that do not begin or end a request.
+    session: str = ""

@@ -40,6 +40,7 @@ def _fields(decision: Decision) -> dict[str, Any]:
         "decision_id": decision.decision_id,
         "request_id": decision.request_id,
         "tenant": decision.tenant,
+        "session": decision.session,
         "reasons": list(decision.reasons),
         "victim": decision.victim,
         "beneficiary": decision.beneficiary,

@@ -93,7 +93,7 @@ class FolderReader:
 
     def _backwards(self, query: DecisionQuery, before: int) -> Iterator[pb.DecisionRecord]:
         """Yield the records below a number that match, newest first."""
-        texts = (query.request_id, query.kind, query.tenant, query.worker)
+        texts = (query.request_id, query.kind, query.tenant, query.worker, query.session)
         needles = [text_of(each).encode() for each in texts if each]
         for number in reversed(self._numbers):
             base = number << _FILE_SHIFT
@@ -175,6 +175,7 @@ def _matches(record: pb.DecisionRecord, query: DecisionQuery) -> bool:
     asked_for = Decision(
         "", DecisionKind(record.kind), record.time_unix_nano, "", record.request_id,
         victim=record.victim, beneficiary=record.beneficiary, tenant=record.tenant, worker=record.worker,
+        session=record.session,
     )  # fmt: skip
     return query.matches(asked_for)
 

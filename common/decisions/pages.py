@@ -26,10 +26,10 @@ def query_of(request: pb.ListDecisionsRequest | pb.WatchDecisionsRequest) -> Dec
     if request.kind and request.kind not in set(DecisionKind):
         kinds = ", ".join(sorted(DecisionKind))
         raise InvalidRequest(FieldViolation("kind", f"is {request.kind[:40]!r}; expected one of {kinds}"))
-    times = (
-        (request.since_unix_nano, request.until_unix_nano) if isinstance(request, pb.ListDecisionsRequest) else (0, 0)
-    )
-    return DecisionQuery(request.request_id, request.kind, request.tenant, request.worker, *times)
+    texts = request.request_id, request.kind, request.tenant, request.worker
+    if isinstance(request, pb.WatchDecisionsRequest):
+        return DecisionQuery(*texts)
+    return DecisionQuery(*texts, request.session, request.since_unix_nano, request.until_unix_nano)
 
 
 async def page_of(ring: DecisionRing, request: pb.ListDecisionsRequest) -> pb.ListDecisionsResponse:

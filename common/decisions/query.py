@@ -18,6 +18,7 @@ class DecisionQuery:
     kind: str = ""
     tenant: str = ""
     worker: str = ""
+    session: str = ""
     since_ns: int = 0
     until_ns: int = 0
 
@@ -27,6 +28,7 @@ class DecisionQuery:
             self.kind in ("", decision.kind)
             and self.tenant in ("", decision.tenant)
             and self.worker in ("", decision.worker)
+            and self.session in ("", decision.session)
             and decision.time_ns >= self.since_ns
             and (not self.until_ns or decision.time_ns < self.until_ns)
             and (not self.request_id or self.request_id in concerned(decision))

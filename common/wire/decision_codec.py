@@ -25,6 +25,7 @@ def decision_to_proto(decision: Decision) -> decision_pb2.DecisionRecord:
         trace_id=trace_id_of(decision.traceparent),
         tenant=decision.tenant,
         worker=decision.worker,
+        session=decision.session,
     )
 
 
@@ -44,6 +45,7 @@ def decision_from_proto(message: decision_pb2.DecisionRecord) -> Decision:
         figures=_pairs(message.figures),
         tenant=message.tenant,
         worker=message.worker,
+        session=message.session,
     )
 
 

@@ -66,6 +66,7 @@ def _fields(number: int, decision: Decision) -> dict[str, Any]:
         "trace_id": trace_id_of(decision.traceparent),
         "tenant": decision.tenant,
         "worker": decision.worker,
+        "session": decision.session,
         "sequence": str(number),
     }
     return _filled(whole.items())

@@ -46,6 +46,8 @@ class ValidatedRequest:
     trace_id: str = ""
     # The client's name for one or several requests, for traces alone.
     correlation_id: str = ""
+    # The name of its session (`session_ids.py`); "" where it belongs to none.
+    session: str = ""
     # What the client calls the answer, for traces alone; "" where it is the id of the request.
     response_id: str = ""
     # What the client called the model, for traces alone; "" where it named none.

@@ -30,6 +30,8 @@ class CallContext:
     trace_id: str = ""
     # The client's name for one or several requests.
     correlation_id: str = ""
+    # The client's name for the session that it belongs to; "" for none.
+    session_id: str = ""
     # What it called the model; "" where it named none.
     model: str = ""
     # What other systems keep in the trace of `traceparent`.

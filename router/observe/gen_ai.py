@@ -39,6 +39,8 @@ def request_attributes(request: ValidatedRequest, model: str) -> dict[str, Value
         names.PROVIDER_NAME: names.PROVIDER,
         names.REQUEST_MODEL: request.model or model,
     }
+    if request.session:
+        whole[names.CONVERSATION_ID] = request.session
     return whole if request.embeds else whole | _sampling(request)
 
 

@@ -115,6 +115,7 @@ class Recorder:
                 figures=figures_of(outcome),
                 traceparent=trace.traceparent,
                 tenant=trace.owner,
+                session=trace.request.session,
                 worker=outcome.worker,
             )
         )
@@ -139,6 +140,7 @@ class Recorder:
             figures=figures,
             traceparent=trace.traceparent,
             tenant=trace.owner,
+            session=trace.request.session,
         )
         self._decisions.record(decision)
         trace.decided(decision)

@@ -21,6 +21,7 @@ from common.process.standstill import Standstill
 from common.rpc.deadline import is_expiry
 from router.contracts.events import GenerateEvent, ValidatedRequest
 from router.contracts.ports import CallContext, TextAssemblers
+from router.contracts.session_ids import session_name
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.placement.admission import AdmissionLimiter
@@ -225,6 +226,7 @@ class RouterFrontend:
             traceparent=call.traceparent,
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
+            session=session_name(call.caller.owner, call.session_id),
             model=call.model,
         )
         request_id = request_id or self._new_id()

@@ -37,6 +37,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
+from router.contracts.session_ids import session_name
 from router.tenants.tenancy import Tenant
 from router.workers.client import WorkerClient
 from router.workers.orphan_codec import sampling_of
@@ -249,6 +250,7 @@ def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: 
         tracestate=submit.tracestate,
         trace_id=call.trace_id,
         correlation_id=call.correlation_id,
+        session=session_name(call.caller.owner, call.session_id),
         model=call.model,
         kept_special_tokens=continuation.kept_special_tokens,
         skip_special_tokens=continuation.skip_special_tokens,

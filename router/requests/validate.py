@@ -31,6 +31,7 @@ from common.contracts.limits import (
     MAX_RETENTION_MESSAGE_RANGES,
     MAX_RETENTION_RANGES,
     MAX_SALT_CHARS,
+    MAX_SESSION_ID_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -57,6 +58,7 @@ from router.contracts.ports import (
     TextCodec,
 )
 from router.contracts.refusals import beyond_context
+from router.contracts.session_ids import session_name
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.violations import RANGES, Range, Report
 from router.tenants.tenancy import Caller, Tenant
@@ -284,6 +286,8 @@ class Validator:
         model = request.model or call.model
         adapter = self._adapter(request.model, model, call.caller.tenant)
         self._check_envelope(report, request)
+        session_id = request.session_id or call.session_id
+        report.fits("session_id", len(session_id), MAX_SESSION_ID_CHARS, "characters")
         hidden = self._hidden(request) if request.sampling.stop else {}
         self._check_sampling(report, request.sampling, hidden)
         prompt = await self._prompt(report, request, 0 if embeds else 1)
@@ -319,6 +323,7 @@ class Validator:
             tracestate=call.tracestate if traceparent == called else "",
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
+            session=session_name(call.caller.owner, session_id),
             model=model,
             adapter=adapter,
             notes=(*call.notes, lowered) if lowered else call.notes,

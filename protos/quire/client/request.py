@@ -100,6 +100,7 @@ class Options(Sampling, ChatOptions, total=False):
     thought_budget: ThoughtBudget | None
     prediction: str | None
     cache_retention: CacheRetention | None
+    session_id: str | None
     skip_special_tokens: bool | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
@@ -114,9 +115,8 @@ _OF_TOKENS: Final = frozenset(
 )
 _OF_THOUGHTS: Final = frozenset({"kept_special_tokens", "thought_budget"})
 _OF_BLOCKS: Final = frozenset({"cache_retention"})
-_ENVELOPE: Final = (
-    frozenset({"priority", "request_id", "traceparent", "prediction"}) | _OF_TOKENS | _OF_THOUGHTS | _OF_BLOCKS
-)
+_OF_RECORDS: Final = frozenset({"request_id", "session_id", "traceparent"})
+_ENVELOPE: Final = frozenset({"priority", "prediction"}) | _OF_RECORDS | _OF_TOKENS | _OF_THOUGHTS | _OF_BLOCKS
 # The ends of what fits a field, by its type.
 _RANGES: Final = {
     FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),

@@ -238,7 +238,7 @@ class Messages:
 
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, rendered with the checkpoint's own template."""
-        self._service.named(body.model, request)
+        self._service.begin_with(None, body.model, request, body.session_id)
         given = asked(body, request.headers)
         with given.in_its_words(), in_words_of(given.order):
             return await self._answered(body, given, request)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.contracts import limits
-from router.api.shared.field_names import Float32, Int32, Int64
+from router.api.shared.field_names import Float32, Int32, Int64, SessionId
 
 # Values that have no effect.
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -150,5 +150,6 @@ class MessagesRequest(CountRequest):
     top_k: Int32 | None = None
     metadata: dict[str, Any] | None = Field(None, description="user_id has no effect")
     seed: Int64 | None = Field(None, description="equal requests with equal seeds draw equal tokens")
+    session_id: SessionId | None = Field(None, description="the conversation or the run of an agent that it is part of")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")

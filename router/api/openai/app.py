@@ -348,7 +348,7 @@ class _Api:
 
     def _check_body(self, body: GenerationFields, request: Request) -> None:
         """Take over the id that a body names; check what does not depend on its prompts."""
-        self._service.begin_with(body.request_id, body.model, request)
+        self._service.begin_with(body.request_id, body.model, request, body.session_id)
         if body.stream_options is not None and not body.stream:
             what = "belongs to a stream, and stream is not set; set it to true, or leave stream_options out"
             raise InvalidRequest(FieldViolation("stream_options", what))

@@ -12,6 +12,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.contracts.session_ids import sent_session
 from router.requests.request_ids import automatic_id, correlation_id, new_trace_id, recorded_id
 from router.requests.validate import valid_traceparent
 
@@ -27,6 +28,8 @@ class Ids:
     tracestate: str = ""
     request: str = field(default_factory=automatic_id)
     trace: str = ""
+    # The session that the headers or the body name.
+    session: str = ""
     # What the body calls the model.
     model: str = ""
 
@@ -38,7 +41,8 @@ class Ids:
         headers = Headers(scope=scope)
         correlation = correlation_id(headers.get("x-request-id", ""))
         traceparent = valid_traceparent(headers.get("traceparent", ""))
-        return Ids(correlation, traceparent, ",".join(headers.getlist("tracestate")) if traceparent else "")
+        state = ",".join(headers.getlist("tracestate")) if traceparent else ""
+        return Ids(correlation, traceparent, state, session=sent_session(headers.get))
 
     @property
     def recorded(self) -> str:

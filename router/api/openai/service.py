@@ -134,10 +134,13 @@ class Service:
         """Return what an answer calls its model: an adapter by its name, and the base by its first name."""
         return name if name and self.parts.adapters.find_adapter(name) is not None else self.parts.card.name
 
-    def begin_with(self, correlation: str | None, model: str | None, request: Request) -> None:
-        """Take over the id that a body names. Raises ModelNotFound."""
+    def begin_with(
+        self, correlation: str | None, model: str | None, request: Request, session: str | None = None
+    ) -> None:
+        """Take over the ids that a body names. Raises ModelNotFound."""
         ids: Ids = request.state.ids
         ids.correlation = correlation_id(correlation or "") or ids.correlation
+        ids.session = session or ids.session
         self.named(model, request)
 
     def named(self, model: str | None, request: Request) -> None:
@@ -159,6 +162,7 @@ class Service:
             request_id=ids.request,
             trace_id=ids.trace,
             correlation_id=ids.recorded,
+            session_id=ids.session,
             model=ids.model,
             charge=request.state.charge,
         )

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.contracts import limits
 from quire.inference.v1 import inference_pb2 as pb
 from router.api.openai import foreign_fields
-from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
+from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64, SessionId
 from router.contracts.media import medium_of, stand_in
 
 # Long lists report the first wrong entry alone. `bodies.py` bounds the values of a whole body.
@@ -126,6 +126,7 @@ class GenerationFields(BaseModel):
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="name tokens token_id:N in log-probabilities")
     request_id: str | None = Field(None, description="a correlation id, instead of the header X-Request-Id")
+    session_id: SessionId | None = Field(None, description="the conversation or the run of an agent that it is part of")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     shared_domain: str | None = Field(None, description="share cached prefixes with all users of an open domain")

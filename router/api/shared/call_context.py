@@ -15,6 +15,7 @@ from common.telemetry import traceparent_of
 from router.answers.text.encoder import works_for
 from router.api.shared.metering import UNLIMITED, Meter
 from router.contracts.ports import Authenticator, CallContext
+from router.contracts.session_ids import sent_session
 from router.requests.request_ids import is_own_choice
 from router.tenants.tenancy import Caller
 
@@ -46,7 +47,9 @@ class Calls:
         now, left = self.clock.monotonic(), context.time_remaining()
         deadline = now + left - _margin(left) if left is not None and left < _NO_DEADLINE_SECONDS else None
         state = metadata_of(context, "tracestate")
-        made = CallContext(now, deadline, _traceparent(context), self.caller(context), tracestate=state)
+        session = sent_session(lambda name: metadata_of(context, name))
+        called = _traceparent(context)
+        made = CallContext(now, deadline, called, self.caller(context), session_id=session, tracestate=state)
         if (notes := NOTES.get()) is None:
             return made
         return replace(made, request_id=notes.call_id, correlation_id=notes.recorded_id)

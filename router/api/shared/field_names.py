@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.contracts.errors import InvalidRequest
-from common.contracts.limits import MAX_RETENTION_RANGES
+from common.contracts.limits import MAX_RETENTION_RANGES, MAX_SESSION_ID_CHARS
 from quire.inference.v1 import inference_pb2 as pb
 
 # Numbers of client requests in JSON, bounded to the ranges of the protobuf fields that receive them.
@@ -19,6 +19,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # The range of protobuf's float; router/requests/validate.py checks the narrower range of each field.
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_ID_CHARS)]
 
 
 # The field `cache_retention` of a body: which blocks the KV manager keeps once the request has ended.

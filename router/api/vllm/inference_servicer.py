@@ -18,7 +18,6 @@ from router.api.vllm.fields import Asked, charged_if_wrong, check_rank
 from router.api.vllm.inference_codec import LEAST_ENTRY_BYTES, Answer, merged, read
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import AdapterSource, Frontend, ModelCard, RequestValidator
-from router.requests.request_ids import correlation_id, recorded_id
 
 INFERENCE: Final = "vllm.Inference"
 
@@ -59,7 +58,7 @@ class InferenceServicer(rpc.InferenceServicer):
             check_rank(context)
             model = self._model_of(request)
         if request.session_id:
-            call = replace(call, correlation_id=recorded_id(correlation_id(request.session_id)))
+            call = replace(call, session_id=request.session_id)
         asked = read(request, self._card, streaming)
         return asked, await asked.validated(self._validator, replace(call, model=model))
 

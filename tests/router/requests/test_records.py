@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar
 
-from common.contracts.types import FinishReason
+from common.contracts.types import DecisionKind, FinishReason
 from common.process.logs import fields_of
 from common.process.metrics import exposed
 from router.contracts.events import Admitted
+from router.contracts.session_ids import session_name
 from router.observe.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
@@ -211,3 +212,15 @@ async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size
     said = fields_of(line)
     assert (said["request_id"], said["prompt_tokens"], said["output_tokens"]) == ("r1", 10, 3)
     assert said["cached_tokens"] == 0
+
+
+async def test_records_and_spans_have_the_name_of_the_session() -> None:
+    """They have it where a request enters and where it ends; what the client calls its session is nowhere."""
+    name = session_name("", "anna@example.org")
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(request_id="r1", session=name))
+        found = {each.kind: each.session for each in harness.decisions.find()}
+        assert (found[DecisionKind.ADMISSION], found[DecisionKind.OUTCOME]) == (name, name)
+        (whole,) = [each for each in harness.spans.ended() if called(each) == "inference"]
+        assert whole.attributes is not None
+        assert whole.attributes["gen_ai.conversation.id"] == name

@@ -80,6 +80,7 @@ class DecisionRecord(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     kind: _builtins.str
     """admission, routing, grant, eviction, preemption, migration, rejection, reset, queued (no worker could take the
@@ -101,6 +102,10 @@ class DecisionRecord(_message.Message):
     """The worker whose blocks or slots it is about, or that was chosen; empty where there is none."""
     sequence: _builtins.int
     """The number of the record at the process that made it, from 1; 0 on the public port."""
+    session: _builtins.str
+    """The name of the request's session: 32 hexadecimal digits of a hash of its id and the tenant. Empty for none, and in
+    records that neither admit, refuse nor end a request.
+    """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
     @_builtins.property
@@ -129,10 +134,11 @@ class DecisionRecord(_message.Message):
         tenant: _builtins.str = ...,
         worker: _builtins.str = ...,
         sequence: _builtins.int = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beneficiary", b"beneficiary", "candidates", b"candidates", "chosen", b"chosen", "decision_id", b"decision_id", "figures", b"figures", "kind", b"kind", "reasons", b"reasons", "request_id", b"request_id", "sequence", b"sequence", "signal_ages", b"signal_ages", "tenant", b"tenant", "time_unix_nano", b"time_unix_nano", "trace_id", b"trace_id", "victim", b"victim", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beneficiary", b"beneficiary", "candidates", b"candidates", "chosen", b"chosen", "decision_id", b"decision_id", "figures", b"figures", "kind", b"kind", "reasons", b"reasons", "request_id", b"request_id", "sequence", b"sequence", "session", b"session", "signal_ages", b"signal_ages", "tenant", b"tenant", "time_unix_nano", b"time_unix_nano", "trace_id", b"trace_id", "victim", b"victim", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +239,7 @@ class ListDecisionsRequest(_message.Message):
     UNTIL_UNIX_NANO_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Only records of this request."""
     kind: _builtins.str
@@ -254,6 +261,8 @@ class ListDecisionsRequest(_message.Message):
     """Instead of the newest records those of the kept request that request_id names, of router and KV manager, however old
     they are. Served by the router's admin plane, in one page.
     """
+    session: _builtins.str
+    """Only records of this session, by its name in DecisionRecord."""
     def __init__(
         self,
         *,
@@ -267,10 +276,11 @@ class ListDecisionsRequest(_message.Message):
         until_unix_nano: _builtins.int = ...,
         page_token: _builtins.str = ...,
         kept: _builtins.bool = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kept", b"kept", "kind", b"kind", "limit", b"limit", "page_token", b"page_token", "request_id", b"request_id", "since_unix_nano", b"since_unix_nano", "tenant", b"tenant", "until_unix_nano", b"until_unix_nano", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kept", b"kept", "kind", b"kind", "limit", b"limit", "page_token", b"page_token", "request_id", b"request_id", "session", b"session", "since_unix_nano", b"since_unix_nano", "tenant", b"tenant", "until_unix_nano", b"until_unix_nano", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -407,6 +407,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Set by the client to be able to resume; otherwise the router makes one, which begins with `quire-`. A client's own id
     has 1 to 128 printable ASCII characters and does not begin so. ALREADY_EXISTS if a request of the client has it.
@@ -444,6 +445,11 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """The served model, or one of its LoRA adapters, which then computes the request. Empty: the model. NOT_FOUND
     (MODEL_NOT_FOUND) for any other name.
+    """
+    session_id: _builtins.str
+    """The client's name for the conversation, or the run of an agent, that the request belongs to. Requests of one tenant that
+    wait take turns by it. At most 256 characters; records have a hash of it. The gRPC metadata key `x-session-id` is
+    accepted too.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
@@ -489,10 +495,11 @@ class GenerateRequest(_message.Message):
         prediction: _builtins.str = ...,
         cache_retention: Global___CacheRetention | None = ...,
         model: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

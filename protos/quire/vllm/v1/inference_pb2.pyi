@@ -75,7 +75,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """A lower number is served first, which is vLLM's order. Quire takes -100 to 100."""
     session_id: _builtins.str
-    """Names several requests of one conversation; Quire keeps it as their correlation id."""
+    """Names several requests of one conversation, as session_id of Quire's own GenerateRequest does."""
     lora_name: _builtins.str
     """The LoRA adapter that computes the request, as `model` may name it too. NOT_FOUND if it is not served."""
     watermarking: _builtins.bool

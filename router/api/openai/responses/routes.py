@@ -229,7 +229,7 @@ class Responses:
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, which may continue a stored response."""
         check(body)
-        self._service.begin_with(body.request_id, body.model, request)
+        self._service.begin_with(body.request_id, body.model, request, body.session_id or body.conversation_id)
         call = self._service.call(request, BACKGROUND_SECONDS if body.background else None)
         if body.background:
             self._background.check_room(_tenant(request))

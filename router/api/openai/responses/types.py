@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.contracts import limits
 from router.api.openai.types import Texts
-from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
+from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64, SessionId
 
 Json = dict[str, Any]
 # Values that have no effect.
@@ -125,6 +125,7 @@ class ResponsesRequest(BaseModel):
     repetition_penalty: Float32 | None = None
     ignore_eos: bool | None = None
     request_id: str | None = Field(None, description="instead of the header X-Request-Id")
+    session_id: SessionId | None = Field(None, description="what it is part of; unset: its `conversation`")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     shared_domain: str | None = Field(None, description="share cached prefixes with all users of an open domain")

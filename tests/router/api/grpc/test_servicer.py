@@ -16,6 +16,7 @@ from common.group.leader_watch import ManagerState
 from quire.api.status import DETAILS_KEY
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.contracts.session_ids import session_name
 from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
 from tests.support.router.served_router import Service, generate, served, whole
@@ -48,6 +49,16 @@ async def test_the_status_names_the_managers_of_a_group_and_since_when() -> None
         assert (leader.group, lost.group) == ("g", "")
         assert 1e6 <= leader.state_seconds <= 1e6 + time.monotonic() - now
         assert (lost.address, lost.reachable, lost.state_seconds) == ("b:1", False, 0.0)
+
+
+async def test_the_session_of_a_request_is_in_its_records_by_field_and_by_metadata() -> None:
+    """The tenant's name is part of it where a key shows one."""
+    async with served(FakeWorker(automatic=True)) as service:
+        await whole(service.stub, generate(request_id="r1", session_id="talk"))
+        call = service.stub.Generate(generate(request_id="r2"), metadata=(("x-session-id", "talk"),))
+        assert [each async for each in call]
+        found = {each.request_id: each.session for each in service.harness.decisions.find() if each.session}
+        assert found == dict.fromkeys(("r1", "r2"), session_name("", "talk"))
 
 
 async def test_a_stream_is_one_admitted_then_tokens_then_one_finished() -> None:

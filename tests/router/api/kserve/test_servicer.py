@@ -18,6 +18,7 @@ from common.contracts.errors import DeadlineExceeded
 from common.contracts.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
 from router.api.kserve.servicer import KSERVE_SERVICE
+from router.contracts.session_ids import session_name
 from tests.support.router.fake_frontend import TRACE_ID, Step, admitted, finished, tokens
 from tests.support.router.kserve_harness import ARRIVED, PATIENCE_S, Api, served_api, two_sequences
 from tests.support.router.kserve_messages import infer, is_final, outputs_of
@@ -35,6 +36,13 @@ async def served() -> AsyncIterator[Api]:
 def api(served: Api) -> Api:
     """The service with its script as at first."""
     return served.reset()
+
+
+async def test_a_session_comes_by_metadata(api: Api) -> None:
+    await api.stub.ModelInfer(
+        infer(input_ids=[1]), metadata=(("x-claude-code-session-id", "talk"),), timeout=PATIENCE_S
+    )
+    assert api.frontend.requests[0].session == session_name("", "talk")
 
 
 # ------------------------------------------------------------ what is served

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import Request
 
 from common.contracts.errors import (
     AlreadyExists,
@@ -52,9 +51,9 @@ async def test_a_request_arrives_with_its_body_and_not_when_it_was_read(
 ) -> None:
     came, begin_with = api.clock.now, Service.begin_with
 
-    def slowly(self: Service, correlation: str | None, model: str | None, request: Request) -> None:
+    def slowly(self: Service, *given: Any) -> None:
         api.clock.advance(2.0)
-        begin_with(self, correlation, model, request)
+        begin_with(self, *given)
 
     monkeypatch.setattr(Service, "begin_with", slowly)
     await api.client.chat.completions.create(model="demo", messages=HI)

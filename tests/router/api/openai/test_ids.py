@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from common.contracts.errors import Overloaded, QuotaViolation
-from common.contracts.limits import MAX_HTTP_BODY_BYTES
+from common.contracts.limits import MAX_HTTP_BODY_BYTES, MAX_SESSION_ID_CHARS
+from router.contracts.session_ids import session_name
 from tests.support.router.callers import Closed
 from tests.support.router.fake_frontend import TRACE_ID, admitted, finished
 from tests.support.router.http_harness import DEADLINE_S, Api, served_api
@@ -160,3 +161,43 @@ async def test_traces_know_the_operation_and_the_name_of_the_model(
     assert answer.status_code == 200
     (request,) = api.frontend.requests
     assert (request.model, request.chat) == (name, chat)
+
+
+# ------------------------------------------------------------ sessions
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_session_comes_by_header_or_by_body_which_counts_more(api: Api, path: str) -> None:
+    for sent, headers in (({}, {}), ({}, {"session_id": "talk"}), ({"session_id": "other"}, {"x-session-id": "talk"})):
+        answer = await api.http.post(path, json=BODIES[path] | sent, headers=headers, timeout=DEADLINE_S)
+        assert answer.status_code == 200, answer.text
+    names = ["", session_name("", "talk"), session_name("", "other")]
+    assert [each.session for each in api.frontend.requests] == names
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_session_id_in_a_body_is_bounded(api: Api, path: str) -> None:
+    for length, status in ((MAX_SESSION_ID_CHARS, 200), (MAX_SESSION_ID_CHARS + 1, 400)):
+        body = BODIES[path] | {"session_id": "a" * length}
+        answer = await api.http.post(path, json=body, timeout=DEADLINE_S)
+        assert answer.status_code == status, answer.text
+    assert "session_id" in answer.text
+    assert "at most 256 characters" in answer.text
+    assert len(api.frontend.requests) == 1
+
+
+async def test_a_response_of_a_conversation_belongs_to_its_session(api: Api) -> None:
+    created = await api.http.post("/v1/conversations", json={}, timeout=DEADLINE_S)
+    name = created.json()["id"]
+    for sent in ({}, {"session_id": "talk"}):
+        body = {"input": "Hi", "conversation": name} | sent
+        assert (await api.http.post("/v1/responses", json=body, timeout=DEADLINE_S)).status_code == 200
+    assert [each.session for each in api.frontend.requests] == [session_name("", name), session_name("", "talk")]

@@ -14,6 +14,7 @@ from common.contracts.errors import DeadlineExceeded
 from common.contracts.types import ConstraintKind, FinishReason, TokenLogprobs, Usage
 from quire.vllm.v1 import inference_pb2 as pb
 from router.contracts.events import Finished, PromptLogprobs, Tokens, ValidatedRequest
+from router.contracts.session_ids import session_name
 from router.tenants.tenancy import Caller, Tenant
 from tests.support.router.fake_frontend import TIMINGS, Step, admitted, finished, tokens
 from tests.support.router.vllm_harness import PATIENCE_S, Api, mistakes_in, refused
@@ -198,7 +199,8 @@ async def test_every_field_reaches_the_request(api: Api) -> None:
     )
     served = api.served
     sampling = served.sampling
-    assert (served.request_id, served.model, len(served.prompt), served.correlation_id) == ("r-1", "alias", 2, "talk 1")
+    assert (served.request_id, served.model, len(served.prompt), served.correlation_id) == ("r-1", "alias", 2, "")
+    assert served.session == session_name("", "talk 1")
     assert (sampling.temperature, sampling.n, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 2, 3, 0.5, 0.25)
     assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (-5, 9, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
@@ -206,6 +208,15 @@ async def test_every_field_reaches_the_request(api: Api) -> None:
     assert (sampling.include_stop, sampling.ignore_eos, served.skip_special_tokens) == (True, True, False)
     # A lower number is served first in vLLM, a higher one here.
     assert (served.priority, served.no_cache, served.salt) == (7, True, "pepper")
+
+
+async def test_a_session_comes_by_field_or_by_metadata_and_is_bounded(api: Api) -> None:
+    call = api.inference.GenerateStream(pb.GenerateRequest(**IDS), metadata=(("x-session-id", "talk"),))
+    assert [each async for each in call]
+    assert api.served.session == session_name("", "talk")
+    api.frontend.requests.clear()
+    wrong = await mistakes(api, **IDS, session_id="a" * 257)
+    assert wrong == {"session_id": "has 257 characters; expected at most 256"}
 
 
 async def test_what_is_left_out_is_as_vllm_has_it(api: Api) -> None:
