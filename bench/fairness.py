@@ -12,6 +12,9 @@ backfilling and admission by age (`_after`). Waits are seconds from arrival to t
 The router's real queue orders requests with deadlines for slots at workers: in turn, whether or not they can still be
 in time (`_before`), in turn without those that are hopeless (`_refused`), and the earliest deadline first without those
 (`_after`).
+
+In the same queue, one session of a tenant makes a thousand requests at once, and others of it one after the other: as
+if none said of which session it is (`_before`), and by turns of sessions (`_after`).
 """
 
 from __future__ import annotations
@@ -42,9 +45,12 @@ from kvmanager.ledger.ledger import Ledger
 from router.placement.fair_queue import FairQueue, due_at
 
 STEP_S: Final = 0.008
+_FLOOD: Final = "flood"
 BLOCKS, BLOCK_SIZE, PLACES = 1024, 16, 64
 QUEUED_PLACES: Final = 16
-"""Places at workers for the requests with deadlines."""
+"""Places at workers for the requests with deadlines, and for those of sessions."""
+PARALLEL, SMALL_SESSIONS = 1000, 8
+"""Requests that one session makes at once, and sessions of its tenant that make one after the other."""
 HUGE: Final = BLOCKS * BLOCK_SIZE * 4 // 5
 """Tokens of the prompt of a huge request: four fifths of the pool."""
 
@@ -207,6 +213,54 @@ def deadlines(seed: int, seconds: float) -> dict[str, float]:
     return found
 
 
+def session_waits(seed: int, seconds: float, *, named: bool) -> list[float]:
+    """Return the waits of sessions with one request at a time, beside a session of a thousand parallel ones.
+
+    Each request holds a slot for a second in the mean, and each small session thinks as long. They are of one tenant;
+    not `named`, no request says of which session it is.
+    """
+    clock, rng = ManualClock(), random.Random(seed)
+    queue, waits = FairQueue[tuple[str, float]](clock), list[float]()
+    # What happens next: at a time, in the order in which it was said, a request of a session comes or ends.
+    events: list[tuple[float, int, str, bool]] = []
+    numbers = itertools.count()
+
+    def later(after: float, session: str, ends: bool) -> None:
+        heapq.heappush(events, (clock.now + after, next(numbers), session, ends))
+
+    free = QUEUED_PLACES
+    for _ in range(PARALLEL):
+        later(0.0, _FLOOD, False)
+    for number in range(SMALL_SESSIONS):
+        later(rng.uniform(1.0, 2.0), f"small {number}", False)
+    while events[0][0] < seconds:
+        clock.now, _, session, ends = heapq.heappop(events)
+        if ends:
+            free += 1
+            later(0.0 if session == _FLOOD else rng.expovariate(1.0), session, False)
+        else:
+            ticket = queue.ticket(0, due=due_at(clock.now, None), session=session if named else "")
+            queue.join_queue(ticket, (session, clock.now))
+        while queue and free:
+            ticket, (served, came) = queue.head()
+            queue.serve_ticket(ticket)
+            free -= 1
+            if served != _FLOOD:
+                waits.append(clock.now - came)
+            later(rng.expovariate(1.0), served, True)
+    return sorted(waits)
+
+
+def sessions(seed: int, seconds: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, named in (("before", False), ("after", True)):
+        waits = session_waits(seed, seconds, named=named)
+        found[f"session_wait_p50_s_{name}"], found[f"session_wait_p90_s_{name}"] = (
+            median(waits), waits[int(0.9 * len(waits))],
+        )  # fmt: skip
+    return found
+
+
 def _numbered(arrivals: Sequence[Arrival]) -> Iterator[tuple[int, Arrival]]:
     return iter(enumerate(arrivals))
 
@@ -238,7 +292,7 @@ def main() -> None:
             for seed in range(args.seeds)
         ]
         figures |= {f"{key}_{name}": median(run[key] for run in runs) for key in runs[0]}
-    queued = [deadlines(seed, 10 * args.seconds) for seed in range(args.seeds)]
+    queued = [deadlines(seed, 10 * args.seconds) | sessions(seed, 20 * args.seconds) for seed in range(args.seeds)]
     figures |= {key: median(run[key] for run in queued) for key in queued[0]}
     figures |= long_prompts.figures_of(args.seeds)
     notes = {
@@ -248,6 +302,7 @@ def main() -> None:
         "low_priority_wait_s_after": (
             f"of at most {2 * args.seconds * 11 / 12:.0f} s, beside requests of a higher priority for every slot"
         ),
+        "session_wait_p50_s_after": f"of {SMALL_SESSIONS} sessions beside one of {PARALLEL} parallel requests",
         "in_time_load_1.1_after": "share of requests that end by their deadline, where they need 1.1 of the slots",
     }
     report("fairness", figures, notes, args.json)

@@ -31,6 +31,7 @@ class _Inside:
     tenant: Tenant
     tokens: int
     sequences: int
+    session: str = ""
     queued: bool = True
 
 
@@ -41,8 +42,8 @@ class AdmissionLimiter:
         self._limits, self._quotas = limits, quotas or TenantQuotas()
         # By tenant and request id: the ids of one tenant do not concern another.
         self._inside: dict[tuple[str, str], _Inside] = {}
-        # Queued requests of each tenant that has any.
-        self._queued_by: Counter[str] = Counter()
+        # Queued requests of each tenant that has any, by session; those without one are together.
+        self._queued_by: dict[str, Counter[str]] = {}
         self._gap = Average()
         self._last_start: float | None = None
         self.queued = 0
@@ -58,7 +59,14 @@ class AdmissionLimiter:
         return len(self._inside) - self.queued
 
     def admit_request(
-        self, request_id: str, tokens: int, tenant: Tenant, now: float, sequences: int = 1, paid: int | None = None
+        self,
+        request_id: str,
+        tokens: int,
+        tenant: Tenant,
+        now: float,
+        sequences: int = 1,
+        paid: int | None = None,
+        session: str = "",
     ) -> None:
         """Take a request into the queue. Raises AlreadyExists or Overloaded; then nothing was counted.
 
@@ -68,25 +76,25 @@ class AdmissionLimiter:
             what = f"request {request_id} is running, sent with the same request_id"
             raise AlreadyExists(f"{what}; choose another one, or none: the router then makes one")
         try:
-            self._check_limits(tokens, tenant, now)
+            self._check_limits(tokens, tenant, now, session)
         except Overloaded:
             self._quotas.settle(tenant, -(paid or 0))
             raise
         self._quotas.enter(tenant, tokens, sequences, now, paid)
-        self._inside[tenant.name, request_id] = _Inside(tenant, tokens, sequences)
-        self._queue(tenant, 1)
+        self._inside[tenant.name, request_id] = inside = _Inside(tenant, tokens, sequences, session)
+        self._queue(inside, 1)
         self.tokens_in_flight += tokens
 
-    def check_room(self, tokens: int, tenant: Tenant, now: float, sequences: int = 1) -> None:
-        """Raise Overloaded as `enter` would; nothing is counted."""
-        self._check_limits(tokens, tenant, now)
+    def check_room(self, tokens: int, tenant: Tenant, now: float, sequences: int = 1, session: str = "") -> None:
+        """Raise Overloaded as `admit_request` would; nothing is counted."""
+        self._check_limits(tokens, tenant, now, session)
         self._quotas.check_quota(tenant, tokens, sequences, now)
 
     def start_request(self, request_id: str, now: float, tenant: str = "") -> None:
         inside = self._inside[tenant, request_id]
         if inside.queued:
             inside.queued = False
-            self._queue(inside.tenant, -1)
+            self._queue(inside, -1)
             if self._last_start is not None:
                 self._gap.add(now - self._last_start, now)
             self._last_start = now
@@ -96,13 +104,13 @@ class AdmissionLimiter:
         inside = self._inside[tenant, request_id]
         if not inside.queued:
             inside.queued = True
-            self._queue(inside.tenant, 1)
+            self._queue(inside, 1)
 
     def release_request(self, request_id: str, tenant: str = "", used_tokens: int | None = None) -> None:
         """Stop counting a request. The tenant's rate is charged for `used_tokens` of its tokens; None: for all."""
         inside = self._inside.pop((tenant, request_id))
         if inside.queued:
-            self._queue(inside.tenant, -1)
+            self._queue(inside, -1)
         self.tokens_in_flight -= inside.tokens
         unused = 0 if used_tokens is None else max(0, inside.tokens - used_tokens)
         self._quotas.release_request(inside.tenant, unused, inside.sequences)
@@ -113,30 +121,40 @@ class AdmissionLimiter:
             return 1.0
         return min(max(self._gap.value, now - self._last_start, _MIN_RETRY_S), _MAX_RETRY_S)
 
-    def _queue(self, tenant: Tenant, more: int) -> None:
+    def _queue(self, inside: _Inside, more: int) -> None:
         self.queued += more
-        self._queued_by[tenant.name] += more
-        if not self._queued_by[tenant.name]:
-            del self._queued_by[tenant.name]
+        sessions = self._queued_by.setdefault(inside.tenant.name, Counter())
+        sessions[inside.session] += more
+        if not sessions[inside.session]:
+            del sessions[inside.session]
+        if not sessions:
+            del self._queued_by[inside.tenant.name]
 
-    def _may_queue(self, tenant: Tenant) -> bool:
-        """Return whether a request may wait. One tenant cannot fill the queue for the others.
+    def _may_queue(self, tenant: Tenant, session: str) -> bool:
+        """Return whether a request may wait. One tenant cannot fill the queue for the others, nor one session for
+        those of its tenant.
 
-        When the queue is full, a tenant may still queue its part of it, up to twice the bound in all.
+        When the queue is full, a tenant may still queue its part of it, up to twice the bound in all. A session may
+        queue its part of what its tenant has there, up to 5/4 of the bound: ids cost nothing, and the places above are
+        those of other tenants.
         """
         most = self._limits.max_queued
         if self.queued < most:
             return True
-        waiting = self._queued_by[tenant.name]
+        sessions = self._queued_by.get(tenant.name, Counter())
+        waiting, of_session = sessions.total(), sessions[session]
         tenants = len(self._queued_by) + (not waiting)
-        return waiting < most // tenants and self.queued < 2 * most and tenants > 1
+        if waiting < most // tenants and self.queued < 2 * most and tenants > 1:
+            return True
+        count = len(sessions) + (not of_session)
+        return of_session < waiting // count and self.queued < most + most // 4
 
-    def _check_limits(self, tokens: int, tenant: Tenant, now: float) -> None:
-        if violation := self._violation(tokens, tenant):
+    def _check_limits(self, tokens: int, tenant: Tenant, now: float, session: str) -> None:
+        if violation := self._violation(tokens, tenant, session):
             raise Overloaded(violation, self.retry_after(now))
 
-    def _violation(self, tokens: int, tenant: Tenant) -> QuotaViolation | None:
-        if not self._may_queue(tenant):
+    def _violation(self, tokens: int, tenant: Tenant, session: str) -> QuotaViolation | None:
+        if not self._may_queue(tenant, session):
             return QuotaViolation("router.queue", f"{self.queued} requests wait; at most {self._limits.max_queued}")
         bound = self._limits.max_tokens_in_flight
         if bound is not None and self.tokens_in_flight + tokens > bound:

@@ -1,7 +1,8 @@
 """The order in which requests get a worker: deficit round robin over tenants, by weight, and by age in between.
 
     who has waited for long, every eighth time (`common/contracts/turns.py`)
-    >  higher priority first  >  tenants not over their share  >  deficit round robin  >  within a tenant by what is due
+    >  higher priority first  >  tenants not over their share  >  deficit round robin over tenants
+    >  within a tenant by turns of its sessions  >  within a session by what is due
 
 A tenant in the round earns `weight` sequences a turn, and a request costs its sequences. Turns are fractions: next is
 the request that is paid for after the fewest. So each tenant that always waits gets sequences by its weight, exactly,
@@ -10,8 +11,13 @@ terms of virtual time it is self-clocked fair queueing (Golestani 1994), where a
 recomputed at each call. While a request of 64 sequences waits for slots, a request of one sequence of another tenant
 goes first.
 
+Sessions of a tenant take turns in the same way, with equal weights: next is the session with the least virtual time
+after its first request. A session that begins to wait starts at the virtual time of the one served last, so it passes
+nobody who has waited for a turn, and what it had before is forgotten. Requests without a session keep their own order,
+and have as many turns as there are of them: each counts as a session.
+
 A request is due at its deadline, and after PASSED_SECONDS at the latest (`due_at`). So requests without a deadline go
-in the order of their arrival, and nobody passes a request who arrives so long after it.
+in the order of their arrival, and nobody of their session passes a request who arrives so long after it.
 
 Whoever is next by age and lacks slots stays next until it has them, while its tenant is below its share. Those that
 have slots end and nobody gets one before it, so it is placed when its worker is empty at the latest. The others wait
@@ -63,22 +69,26 @@ class Ticket:
 
     `cost` is in sequences; a request that rejoins has paid and costs nothing. `waited`: it was not served at once.
     `waited_s` are the seconds in the queue before it last left, `since` is when it would have joined if it had waited
-    for them without a break. `by_age`: its age makes it the head.
+    for them without a break. `by_age`: its age makes it the head. `session` is that of
+    its tenant, "" for none.
     """
 
     __slots__ = (
-        "arrival", "by_age", "cost", "due", "flow", "priority", "queued", "sequences", "since", "waited", "waited_s",
+        "arrival", "by_age", "cost", "due", "flow", "priority", "queued", "sequences", "session", "since", "waited",
+        "waited_s",
     )  # fmt: skip
 
-    def __init__(self, priority: int, arrival: int, flow: Flow, sequences: int, due: float = 0.0) -> None:
-        self.priority, self.arrival, self.flow, self.due = priority, arrival, flow, due
+    def __init__(
+        self, priority: int, arrival: int, flow: Flow, sequences: int, due: float = 0.0, session: str = ""
+    ) -> None:
+        self.priority, self.arrival, self.flow, self.due, self.session = priority, arrival, flow, due, session
         self.sequences = self.cost = sequences
         self.queued = self.waited = self.by_age = False
         self.since = self.waited_s = 0.0
 
     @property
     def place(self) -> tuple[float, int]:
-        """The place among the requests of the same tenant and priority."""
+        """The place among the requests of the same tenant, priority and session."""
         return self.due, self.arrival
 
     @property
@@ -87,19 +97,105 @@ class Ticket:
         return self.since, self.arrival
 
 
-class _Line(Generic[ItemT]):
-    """The waiting requests of one tenant and one priority, and the turns that it has saved up."""
+class _Talk(Generic[ItemT]):
+    """The waiting requests of one session, or all those of a tenant that have none.
 
-    __slots__ = ("deficit", "flow", "items")
+    `start` is the virtual time from which its first request counts, `tag` the time after it. Of equal tags the lowest
+    `stamp` has its turn: the session that has waited longest for one.
+    """
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow, self.deficit = flow, 0.0
+    __slots__ = ("has_session", "items", "stamp", "start")
+
+    def __init__(self, has_session: bool, start: float, stamp: int) -> None:
+        self.has_session, self.start, self.stamp = has_session, start, stamp
         self.items: list[tuple[tuple[float, int], Ticket, ItemT]] = []
 
     @property
+    def rank(self) -> tuple[float, int]:
+        return self.start + self.turns(self.items[0][1].cost, len(self.items)), self.stamp
+
+    def turns(self, cost: int, waiting: int) -> float:
+        """Return the virtual time that a request takes while so many wait."""
+        return cost if self.has_session else cost / waiting
+
+    def index(self, ticket: Ticket) -> int:
+        return bisect.bisect_left(self.items, ticket.place, key=lambda each: each[0])
+
+
+class _Line(Generic[ItemT]):
+    """The waiting requests of one tenant and one priority by session, and the turns that the tenant has saved up."""
+
+    __slots__ = ("_now", "_ranks", "_stamps", "_talks", "deficit", "flow")
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow, self.deficit = flow, 0.0
+        # Only sessions that wait: a stranger who sends a new id each time leaves nothing.
+        self._talks: dict[str, _Talk[ItemT]] = {}
+        # The rank and the session of each, in the order of their turns.
+        self._ranks: list[tuple[tuple[float, int], str]] = []
+        self._now, self._stamps = 0.0, itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._talks)
+
+    def __iter__(self) -> Iterator[tuple[Ticket, ItemT]]:
+        return ((ticket, item) for talk in self._talks.values() for _, ticket, item in talk.items)
+
+    @property
     def first(self) -> tuple[Ticket, ItemT]:
-        _, ticket, item = self.items[0]
+        _, ticket, item = self._talks[self._ranks[0][1]].items[0]
         return ticket, item
+
+    def item_of(self, ticket: Ticket) -> ItemT:
+        talk = self._talks[ticket.session]
+        return talk.items[talk.index(ticket)][2]
+
+    def join(self, ticket: Ticket, item: ItemT) -> None:
+        talk = self._talks.get(ticket.session)
+        if talk is None:
+            talk = _Talk[ItemT](bool(ticket.session), self._now, next(self._stamps))
+            self._talks[ticket.session] = talk
+        else:
+            self._unrank(ticket.session, talk)
+        talk.items.insert(talk.index(ticket), (ticket.place, ticket, item))
+        self._rank(ticket.session, talk)
+
+    def leave(self, ticket: Ticket) -> ItemT:
+        talk = self._talks[ticket.session]
+        self._unrank(ticket.session, talk)
+        _, _, item = talk.items.pop(talk.index(ticket))
+        if talk.items:
+            self._rank(ticket.session, talk)
+        else:
+            del self._talks[ticket.session]
+        return item
+
+    def take_turn(self, ticket: Ticket) -> None:
+        """Count the turn of a request that is served, before it leaves. One by age does not move the virtual time."""
+        talk = self._talks[ticket.session]
+        if ticket is self.first[0]:
+            self._now = talk.rank[0]
+        self._unrank(ticket.session, talk)
+        talk.start += talk.turns(ticket.cost, len(talk.items))
+        talk.stamp = next(self._stamps)
+        self._rank(ticket.session, talk)
+
+    def would_lead(self, ticket: Ticket) -> bool:
+        """Return whether a ticket that is not here would be the first one."""
+        talk = self._talks.get(ticket.session)
+        if talk is None:
+            return self._now + ticket.cost < self._ranks[0][0][0]
+        if talk.items[0][1].due <= ticket.due:
+            return False
+        tag = talk.start + talk.turns(ticket.cost, len(talk.items) + 1)
+        first_of_others = next((rank for rank, session in self._ranks[:2] if session != ticket.session), None)
+        return first_of_others is None or (tag, talk.stamp) < first_of_others
+
+    def _rank(self, session: str, talk: _Talk[ItemT]) -> None:
+        bisect.insort(self._ranks, (talk.rank, session))
+
+    def _unrank(self, session: str, talk: _Talk[ItemT]) -> None:
+        del self._ranks[bisect.bisect_left(self._ranks, (talk.rank, session))]
 
     def turns_until(self, ticket: Ticket) -> float:
         """Return after how many more turns a request is paid for."""
@@ -116,9 +212,6 @@ class _Line(Generic[ItemT]):
     def pay(self, ticket: Ticket) -> None:
         """Pay for a request with what was saved, and with the turns until it is served."""
         self.deficit = max(0.0, self.deficit - ticket.cost)
-
-    def index(self, ticket: Ticket) -> int:
-        return bisect.bisect_left(self.items, ticket.place, key=lambda each: each[0])
 
 
 class Held(Protocol):
@@ -170,9 +263,11 @@ class FairQueue(Generic[ItemT]):
         """Return the tenants that wait."""
         return {line.flow for lines in self._rounds.values() for line in lines.values()}
 
-    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1, due: float = 0.0) -> Ticket:
+    def ticket(
+        self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1, due: float = 0.0, session: str = ""
+    ) -> Ticket:
         """Return a new ticket, which is not in the queue yet."""
-        return Ticket(priority, next(self._arrivals), flow, sequences, due)
+        return Ticket(priority, next(self._arrivals), flow, sequences, due, session)
 
     def join_queue(self, ticket: Ticket, item: ItemT) -> None:
         """Queue an item at the place of its ticket; a ticket in the queue keeps its item."""
@@ -185,7 +280,7 @@ class FairQueue(Generic[ItemT]):
         if line is None:
             line = lines[ticket.flow.tenant] = _Line(ticket.flow)
         line.flow = ticket.flow
-        line.items.insert(line.index(ticket), (ticket.place, ticket, item))
+        line.join(ticket, item)
         ticket.since = self._clock.monotonic() - ticket.waited_s
         bisect.insort(self._ages.setdefault(ticket.flow.tenant, []), ticket, key=lambda each: each.age)
 
@@ -197,8 +292,8 @@ class FairQueue(Generic[ItemT]):
         self._length -= 1
         lines = self._rounds[ticket.priority]
         line = lines[ticket.flow.tenant]
-        _, _, item = line.items.pop(line.index(ticket))
-        if not line.items:
+        item = line.leave(ticket)
+        if not line:
             del lines[ticket.flow.tenant]
             if not lines:
                 del self._rounds[ticket.priority]
@@ -214,8 +309,7 @@ class FairQueue(Generic[ItemT]):
 
     def __iter__(self) -> Iterator[tuple[Ticket, ItemT]]:
         """Iterate over all tickets and their items, in no order that counts."""
-        lines = (line for lines in self._rounds.values() for line in lines.values())
-        return ((ticket, item) for line in lines for _, ticket, item in line.items)
+        return (each for lines in self._rounds.values() for line in lines.values() for each in line)
 
     def head(self, held: Held = _NOTHING, by_age: bool = True) -> tuple[Ticket, ItemT]:
         """Return the next ticket and its item, without removing them.
@@ -228,8 +322,7 @@ class FairQueue(Generic[ItemT]):
             lines = self._rounds[max(self._rounds)].values()
             ticket, item = _next_in_round(lines, held).first
         else:
-            line = self._rounds[old.priority][old.flow.tenant]
-            _, ticket, item = line.items[line.index(old)]
+            ticket, item = old, self._rounds[old.priority][old.flow.tenant].item_of(old)
         ticket.by_age = old is not None
         return ticket, item
 
@@ -266,11 +359,11 @@ class FairQueue(Generic[ItemT]):
             return ticket.priority > highest
         lines = self._rounds[highest]
         same = lines.get(ticket.flow.tenant)
-        if same is not None and same.first[0].due <= ticket.due:
+        if same is not None and not same.would_lead(ticket):
             return False
         own: _Line[Any] = _Line(ticket.flow)
         own.deficit = same.deficit if same is not None else 0.0
-        own.items.append((ticket.place, ticket, None))
+        own.join(ticket, None)
         # Of lines that are equal the first one has its turn. A tenant that waits keeps its place among them.
         round_: list[_Line[Any]] = [own if line is same else line for line in lines.values()]
         if same is None:
@@ -298,6 +391,7 @@ class FairQueue(Generic[ItemT]):
             if each is not line:
                 each.earn(turns, passed_by)
         line.pay(ticket)
+        line.take_turn(ticket)
         self._in_turn = 0 if ticket.by_age else self._in_turn + ticket.sequences
         lines[ticket.flow.tenant] = lines.pop(ticket.flow.tenant)
         self.leave_queue(ticket)

@@ -293,9 +293,16 @@ class Dispatcher:
             raise self._no_worker() from None
         return self._pool.identity
 
-    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1, deadline: float | None = None) -> Ticket:
+    def ticket(
+        self,
+        priority: int,
+        flow: Flow = ONE_FLOW,
+        sequences: int = 1,
+        deadline: float | None = None,
+        session: str = "",
+    ) -> Ticket:
         """Return a place in the order of waiting requests; a request keeps it for all its jobs."""
-        return self._queue.ticket(priority, flow, sequences, due_at(self._clock.monotonic(), deadline))
+        return self._queue.ticket(priority, flow, sequences, due_at(self._clock.monotonic(), deadline), session)
 
     def refuse_job(self, ticket: Ticket, error: QuireError) -> None:
         """Let `place_job` raise an error for a request that waits; nothing happens when it does not wait."""
@@ -386,11 +393,11 @@ class Dispatcher:
             await asyncio.wait([waiting.placed], timeout=left if late else max(left - soonest.seconds, _LEAST_WAIT_S))
         return waiting.placed.result()
 
-    async def foresee_job(self, job: Job, flow: Flow) -> Foresight:
+    async def foresee_job(self, job: Job, flow: Flow, session: str = "") -> Foresight:
         """Return what `place_job` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
         index = await self._index.lookup(job.block_hashes) if job.block_hashes else NOTHING_ASKED
         due = due_at(self._clock.monotonic(), job.deadline)
-        ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
+        ticket = Ticket(job.priority, 0, flow, job.request.sequences, due, session)
         shares = self._shares(flow)
         choice = self._choose(job, _in_share(job.request, shares, ticket), index.hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares), self._queue.before(job.priority)

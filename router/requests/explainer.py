@@ -75,7 +75,7 @@ class Explainer:
         hashes = prefix.block_hashes if request.takes_hits else ()
         deadline = None if seconds is None else self._clock.monotonic() + seconds
         job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, deadline)
-        foresight = await self._dispatcher.foresee_job(job, request.flow)
+        foresight = await self._dispatcher.foresee_job(job, request.flow, request.session)
         outcome, reason = self._refusal(request) or self._outcome(foresight, seconds)
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
 
@@ -84,7 +84,8 @@ class Explainer:
             return Foreseen.REFUSED, "this router is draining; another one takes new requests"
         try:
             now = self._clock.monotonic()
-            self._admission.check_room(request.tokens, request.caller.tenant, now, request.sampling.n)
+            tenant, session = request.caller.tenant, request.session
+            self._admission.check_room(request.tokens, tenant, now, request.sampling.n, session)
         except Overloaded as refused:
             return Foreseen.REFUSED, f"{refused.violation.subject}: {refused.violation.description}"
         return None

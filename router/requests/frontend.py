@@ -208,9 +208,8 @@ class RouterFrontend:
             raise Draining("the router is draining; another one takes new requests")
         limiter, now, figures = self._admission, self._clock.monotonic(), self._figures(request.tokens)
         try:
-            limiter.admit_request(
-                request_id, request.tokens, request.caller.tenant, now, request.sampling.n, request.paid
-            )
+            given = request_id, request.tokens, request.caller.tenant, now, request.sampling.n, request.paid
+            limiter.admit_request(*given, request.session)
         except Overloaded as refused:
             self._reject(trace, request_id, refused, figures)
             raise

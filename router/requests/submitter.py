@@ -64,7 +64,8 @@ class Submitter:
         began, began_ns = self._clock.monotonic(), self._clock.time_ns()
         request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
         if run.ticket is None:
-            run.ticket = self._dispatcher.ticket(request.priority, request.flow, len(sequences), request.deadline)
+            given = request.priority, request.flow, len(sequences), request.deadline
+            run.ticket = self._dispatcher.ticket(*given, request.session)
         wanted = placement_request_of(run, len(prefix.tokens), len(sequences))
         owner = request.caller.owner
         shared = prefix.block_hashes if request.takes_hits else ()

@@ -6,11 +6,12 @@ import itertools
 import json
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import pytest
 
 from bench import fairness
-from bench.fairness import HUGE, Arrival, Timed, in_time, serve, timed
+from bench.fairness import HUGE, Arrival, Timed, in_time, serve, session_waits, timed
 from bench.lib import long_prompts
 
 
@@ -57,6 +58,12 @@ def test_more_are_in_time_by_deadlines() -> None:
     assert in_time(requests, earliest=True, refuse=True) > in_time(requests, earliest=False, refuse=True)
 
 
+def test_a_session_of_a_thousand_requests_keeps_no_other_waiting() -> None:
+    before, after = (session_waits(1, 300.0, named=named) for named in (False, True))
+    assert median(before) > 30.0, "it waits for the thousand"
+    assert median(after) < 1.0
+
+
 def test_the_figures_have_their_fixed_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +76,7 @@ def test_the_figures_have_their_fixed_names(
     assert said["bench"] == "fairness"
     found = {f"{name}_{when}" for name in names for when in ("before", "after")}
     found |= {f"in_time_load_{load}_{when}" for load in ("0.9", "1.1") for when in ("before", "refused", "after")}
+    found |= {f"session_wait_{each}_s_{when}" for each in ("p50", "p90") for when in ("before", "after")}
     figures = ("ttft_s", "behind_p50_s", "behind_p90_s", "tokens_per_s", "preemptions")
     kinds = itertools.product(long_prompts.MACHINES, ("exact", "generous"), figures, ("whole", "chunked"))
     found |= {f"long_{'_'.join(kind)}" for kind in kinds}

@@ -139,6 +139,51 @@ def test_a_request_is_charged_for_the_tokens_that_it_used() -> None:
     assert refused.value.retry_after_s == pytest.approx(6.0)
 
 
+def asks(limiter: AdmissionLimiter, session: str, count: int, tenant: Tenant = ANYONE.tenant) -> int:
+    """Let a session ask for so many places; return how many it gets."""
+    got = 0
+    for number in range(count):
+        try:
+            limiter.admit_request(f"{tenant.name} {session} {number}", 1, tenant, now=0.0, session=session)
+        except Overloaded:
+            break
+        got += 1
+    return got
+
+
+def test_a_session_cannot_fill_the_queue_for_those_of_its_tenant() -> None:
+    """Another one gets its part of what the tenant has, up to 5/4 of the bound, and so do requests without one."""
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=8))
+    assert asks(limiter, "a", 20) == 8
+    assert asks(limiter, "b", 20) == 2
+    assert limiter.queued == 10
+    assert asks(limiter, "", 20) == asks(limiter, "c", 20) == 0
+    with pytest.raises(Overloaded, match="10 requests wait; at most 8"):
+        limiter.check_room(1, ANYONE.tenant, now=0.0, session="c")
+    for number in range(4):
+        limiter.start_request(f"{ANYONE.tenant.name} a {number}", 0.0, ANYONE.tenant.name)
+    limiter.check_room(1, ANYONE.tenant, now=0.0, session="c")
+
+
+def test_requests_without_a_session_are_refused_as_ever_and_find_room_beside_one() -> None:
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=8))
+    assert asks(limiter, "", 20) == 8
+    beside = AdmissionLimiter(AdmissionLimits(max_queued=8))
+    assert (asks(beside, "a", 20), asks(beside, "", 20)) == (8, 2)
+
+
+def test_new_ids_leave_the_places_of_other_tenants() -> None:
+    """A tenant that sends a new id each time gets no more than with one, and nothing of it stays."""
+    limiter, red, blue = AdmissionLimiter(AdmissionLimits(max_queued=8)), Tenant("red"), Tenant("blue")
+    assert [asks(limiter, f"new{number}", 1, red) for number in range(12)] == [1] * 8 + [0] * 4
+    assert asks(limiter, "b", 20, blue) == 4
+    for number in range(8):
+        limiter.release_request(f"red new{number} 0", "red")
+    for number in range(4):
+        limiter.release_request(f"blue b {number}", "blue")
+    assert (limiter.queued, limiter._queued_by) == (0, {})
+
+
 def test_no_deadline_is_always_met() -> None:
     check_deadline(now=5.0, deadline=None, first_token=Prediction(1e9, 1e9))
 

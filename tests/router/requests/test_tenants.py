@@ -91,6 +91,28 @@ async def test_places_that_become_free_go_to_the_tenant_below_its_share() -> Non
         assert harness.admission.queued == 1
 
 
+async def test_places_that_become_free_go_to_the_sessions_of_a_tenant_in_turns() -> None:
+    """A session of many parallel requests has filled the worker and waits, then another one asks once."""
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness, AsyncExitStack() as stack:
+
+        async def ask(session: str, name: str) -> None:
+            wanted = request(caller=RED, request_id=name, session=session)
+            await stack.enter_async_context(in_background(harness, wanted))
+
+        for number in range(6):
+            await ask("a", f"a{number}")
+        await harness.until(lambda: harness.admission.inside == 6)
+        await worker.until(lambda: len(worker.submits) == 2)
+        await ask("b", "b0")
+        await harness.until(lambda: harness.admission.inside == 7)
+        for handle in (1, 2, 3):
+            placed = len(worker.submits)
+            worker.step(admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
+            await worker.until(lambda: len(worker.submits) == placed + 1)  # noqa: B023
+        assert [each.request_id for each in worker.submits] == ["a0", "a1", "a2", "b0", "a3"]
+
+
 async def test_a_tenant_below_its_share_gets_a_place_at_a_worker_that_another_fills() -> None:
     worker = FakeWorker(max_num_seqs=1)
     async with (
