@@ -149,7 +149,7 @@ class RouterSide:
 
 def _jobs(dispatcher: Dispatcher) -> list[Any]:
     lines = [line for lines in dispatcher._queue._rounds.values() for line in lines.values()]
-    return [waiting for line in lines for _, _, waiting in line.items]
+    return [waiting for line in lines for _, waiting in line]
 
 
 def _member_key(member: Any) -> tuple[object, ...]:
