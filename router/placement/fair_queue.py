@@ -69,8 +69,7 @@ class Ticket:
 
     `cost` is in sequences; a request that rejoins has paid and costs nothing. `waited`: it was not served at once.
     `waited_s` are the seconds in the queue before it last left, `since` is when it would have joined if it had waited
-    for them without a break. `by_age`: its age makes it the head. `session` is that of
-    its tenant, "" for none.
+    for them without a break. `by_age`: its age makes it the head. `session` is one of its tenant, "" for none.
     """
 
     __slots__ = (
@@ -97,11 +96,11 @@ class Ticket:
         return self.since, self.arrival
 
 
-class _Talk(Generic[ItemT]):
+class _Session(Generic[ItemT]):
     """The waiting requests of one session, or all those of a tenant that have none.
 
-    `start` is the virtual time from which its first request counts, `tag` the time after it. Of equal tags the lowest
-    `stamp` has its turn: the session that has waited longest for one.
+    `start` is the virtual time from which its first request counts. Of those whose first request ends at the same time,
+    the lowest `stamp` has its turn: the session that has waited longest for one.
     """
 
     __slots__ = ("has_session", "items", "stamp", "start")
@@ -112,6 +111,7 @@ class _Talk(Generic[ItemT]):
 
     @property
     def rank(self) -> tuple[float, int]:
+        """The virtual time after its first request, and the stamp: the least one is next."""
         return self.start + self.turns(self.items[0][1].cost, len(self.items)), self.stamp
 
     def turns(self, cost: int, waiting: int) -> float:
@@ -125,77 +125,77 @@ class _Talk(Generic[ItemT]):
 class _Line(Generic[ItemT]):
     """The waiting requests of one tenant and one priority by session, and the turns that the tenant has saved up."""
 
-    __slots__ = ("_now", "_ranks", "_stamps", "_talks", "deficit", "flow")
+    __slots__ = ("_now", "_ranks", "_sessions", "_stamps", "deficit", "flow")
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.deficit = flow, 0.0
         # Only sessions that wait: a stranger who sends a new id each time leaves nothing.
-        self._talks: dict[str, _Talk[ItemT]] = {}
+        self._sessions: dict[str, _Session[ItemT]] = {}
         # The rank and the session of each, in the order of their turns.
         self._ranks: list[tuple[tuple[float, int], str]] = []
         self._now, self._stamps = 0.0, itertools.count()
 
     def __bool__(self) -> bool:
-        return bool(self._talks)
+        return bool(self._sessions)
 
     def __iter__(self) -> Iterator[tuple[Ticket, ItemT]]:
-        return ((ticket, item) for talk in self._talks.values() for _, ticket, item in talk.items)
+        return ((ticket, item) for mine in self._sessions.values() for _, ticket, item in mine.items)
 
     @property
     def first(self) -> tuple[Ticket, ItemT]:
-        _, ticket, item = self._talks[self._ranks[0][1]].items[0]
+        _, ticket, item = self._sessions[self._ranks[0][1]].items[0]
         return ticket, item
 
     def item_of(self, ticket: Ticket) -> ItemT:
-        talk = self._talks[ticket.session]
-        return talk.items[talk.index(ticket)][2]
+        mine = self._sessions[ticket.session]
+        return mine.items[mine.index(ticket)][2]
 
     def join(self, ticket: Ticket, item: ItemT) -> None:
-        talk = self._talks.get(ticket.session)
-        if talk is None:
-            talk = _Talk[ItemT](bool(ticket.session), self._now, next(self._stamps))
-            self._talks[ticket.session] = talk
+        mine = self._sessions.get(ticket.session)
+        if mine is None:
+            mine = _Session[ItemT](bool(ticket.session), self._now, next(self._stamps))
+            self._sessions[ticket.session] = mine
         else:
-            self._unrank(ticket.session, talk)
-        talk.items.insert(talk.index(ticket), (ticket.place, ticket, item))
-        self._rank(ticket.session, talk)
+            self._unrank(ticket.session, mine)
+        mine.items.insert(mine.index(ticket), (ticket.place, ticket, item))
+        self._rank(ticket.session, mine)
 
     def leave(self, ticket: Ticket) -> ItemT:
-        talk = self._talks[ticket.session]
-        self._unrank(ticket.session, talk)
-        _, _, item = talk.items.pop(talk.index(ticket))
-        if talk.items:
-            self._rank(ticket.session, talk)
+        mine = self._sessions[ticket.session]
+        self._unrank(ticket.session, mine)
+        _, _, item = mine.items.pop(mine.index(ticket))
+        if mine.items:
+            self._rank(ticket.session, mine)
         else:
-            del self._talks[ticket.session]
+            del self._sessions[ticket.session]
         return item
 
     def take_turn(self, ticket: Ticket) -> None:
         """Count the turn of a request that is served, before it leaves. One by age does not move the virtual time."""
-        talk = self._talks[ticket.session]
+        mine = self._sessions[ticket.session]
         if ticket is self.first[0]:
-            self._now = talk.rank[0]
-        self._unrank(ticket.session, talk)
-        talk.start += talk.turns(ticket.cost, len(talk.items))
-        talk.stamp = next(self._stamps)
-        self._rank(ticket.session, talk)
+            self._now = mine.rank[0]
+        self._unrank(ticket.session, mine)
+        mine.start += mine.turns(ticket.cost, len(mine.items))
+        mine.stamp = next(self._stamps)
+        self._rank(ticket.session, mine)
 
     def would_lead(self, ticket: Ticket) -> bool:
         """Return whether a ticket that is not here would be the first one."""
-        talk = self._talks.get(ticket.session)
-        if talk is None:
+        mine = self._sessions.get(ticket.session)
+        if mine is None:
             return self._now + ticket.cost < self._ranks[0][0][0]
-        if talk.items[0][1].due <= ticket.due:
+        if mine.items[0][1].due <= ticket.due:
             return False
-        tag = talk.start + talk.turns(ticket.cost, len(talk.items) + 1)
+        end = mine.start + mine.turns(ticket.cost, len(mine.items) + 1)
         first_of_others = next((rank for rank, session in self._ranks[:2] if session != ticket.session), None)
-        return first_of_others is None or (tag, talk.stamp) < first_of_others
+        return first_of_others is None or (end, mine.stamp) < first_of_others
 
-    def _rank(self, session: str, talk: _Talk[ItemT]) -> None:
-        bisect.insort(self._ranks, (talk.rank, session))
+    def _rank(self, session: str, mine: _Session[ItemT]) -> None:
+        bisect.insort(self._ranks, (mine.rank, session))
 
-    def _unrank(self, session: str, talk: _Talk[ItemT]) -> None:
-        del self._ranks[bisect.bisect_left(self._ranks, (talk.rank, session))]
+    def _unrank(self, session: str, mine: _Session[ItemT]) -> None:
+        del self._ranks[bisect.bisect_left(self._ranks, (mine.rank, session))]
 
     def turns_until(self, ticket: Ticket) -> float:
         """Return after how many more turns a request is paid for."""

@@ -35,7 +35,7 @@ def served(queue: FairQueue[str], count: int = 1_000) -> list[str]:
 
 def waiting_sessions(queue: FairQueue[Any]) -> int:
     """Return of how many sessions the queue knows anything."""
-    return sum(len(line._talks) for lines in queue._rounds.values() for line in lines.values())
+    return sum(len(line._sessions) for lines in queue._rounds.values() for line in lines.values())
 
 
 def test_sessions_of_a_tenant_take_turns() -> None:
