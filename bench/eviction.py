@@ -2,10 +2,15 @@
 
     python -m bench.eviction --seeds 1 2 --json
     python -m bench.eviction --trace conversation_trace.jsonl.gz --token-seconds 0.03
+    python -m bench.eviction --sessions --requests 1500 --seeds 1 2 3 4 --json
 
 Nothing is timed but the cost of a block, and no model runs: hit rates are exact for their seeds, on any machine. The
 policies were tuned on seed 0. The first quarter of each workload fills the pool and is not counted. A pool of so many
 per cent has that share of the working set (`working_set`), and room for the largest request at least.
+
+With `--sessions` sessions retain their blocks for a think time that is learned (`cache_replay/think_times.py`), in all
+cases or only while what all of them retain fits their share of the pool. `disturbed` has two of a hundred requests
+retained for a second: how far a hit rate strays by chance.
 
 With `--trace` the requests of a recorded trace are served instead, one after the other, or as its arrival times have
 them. The policies were not tuned on any.
@@ -13,30 +18,52 @@ them. The policies were not tuned on any.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, get_args
 
 from bench.cache_replay.clairvoyant import Clairvoyant, Uses, uses_of
 from bench.cache_replay.replay import Replayed, pool_of, replay
+from bench.cache_replay.think_times import retained
 from bench.cache_replay.traces import requests_of
-from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, by_recency, working_set
+from bench.cache_replay.workloads import (
+    WORKLOADS,
+    CacheRequest,
+    agents_and_chats,
+    agents_and_scans,
+    by_recency,
+    working_set,
+)
 from bench.lib.harness import parser, progress, report
 from cli.replay.trace import Trace, read_trace
 from common.contracts.errors import InvalidConfig
+from common.contracts.lease import LAST_BLOCK, RetainedBlocks
 from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
 # Of agents among scans: a tenant retains a part of the pool, and what does not come again takes the rest.
 RETENTION_PARTS: Final = (1.0, 2.0, 4.0)
+SESSIONS: Final = {
+    "slow_tools": (agents_and_scans, RETENTION_PARTS),
+    "agents_and_chats": (agents_and_chats, (0.2, 0.5, 1.0)),
+}
+"""Workloads with sessions, and their pools."""
 POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
 
 
 _RETENTION_NOTES: Final = {
     f"agents_hits_{DEFAULTS.eviction}_retained": "of agents among scans, which retain their blocks for 300 s",
     f"all_hits_{DEFAULTS.eviction}_retained": "of these and all requests beside them",
+}
+
+
+_SESSION_NOTES: Final = {
+    "slow_tools_learned_mean": "hits of all requests over those without retention; tasks wait minutes for tools",
+    "agents_and_chats_learned_mean": "the same; most requests are of sessions that come back after seconds or minutes",
+    "slow_tools_asked_mean": "clients ask for retention themselves, for 300 s",
 }
 
 
@@ -142,6 +169,37 @@ def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
     return found
 
 
+def think_times(seeds: Sequence[int], count: int) -> dict[str, float]:
+    """Return hits over those without retention: the mean of seeds and pools, and the least of them."""
+    found = dict[str, float]()
+    for name, (make, parts) in SESSIONS.items():
+        ratios: dict[str, list[float]] = {words: [] for words in ("learned", "fitted", "disturbed")}
+        for seed in seeds:
+            requests = make(seed, count)
+            largest, whole = max(len(each.prompt) + len(each.output) for each in requests), working_set(requests)
+            plain, rng = [replace(each, retention=()) for each in requests], random.Random(seed)
+            brief = (RetainedBlocks(0, LAST_BLOCK, 60, 1.0),)
+            disturbed = [replace(each, retention=brief if rng.random() < 0.02 else ()) for each in requests]
+            for part in parts:
+                blocks = max(largest, round(part * whole))
+                loads = {
+                    "learned": [*retained(requests, blocks)],
+                    "fitted": [*retained(requests, blocks, DEFAULTS.retention_share)],
+                    "disturbed": disturbed,
+                }
+                if any(each.retention for each in requests):
+                    ratios.setdefault("asked", [])
+                    loads["asked"] = list(requests)
+                base = replay(pool_of(blocks, DEFAULTS.eviction), plain).found
+                for words, load in loads.items():
+                    run = replay(pool_of(blocks, DEFAULTS.eviction, DEFAULTS.retention_share), load)
+                    ratios[words].append(run.found / base)
+                progress(f"{name}, {part:.0%}: " + ", ".join(f"{k} {v[-1]:.3f}" for k, v in ratios.items()), end=True)
+        for words, each in ratios.items():
+            found |= {f"{name}_{words}_mean": statistics.fmean(each), f"{name}_{words}_least": min(each)}
+    return found
+
+
 def loss_by_recency(seed: int, count: int) -> float:
     """Return the hits of the default policy over those of LRU, less 1, in the worst pool of a load that suits LRU."""
     requests = by_recency(seed, count)
@@ -168,6 +226,7 @@ def main() -> None:
     flags.add_argument("--requests", type=int, default=6000, help="requests of each workload")
     flags.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the workloads; 0 was tuned on")
     flags.add_argument("--retention", action="store_true", help="measure agents among scans alone")
+    flags.add_argument("--sessions", action="store_true", help="measure retention for learned think times alone")
     flags.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone: Mooncake's, or a log")
     flags.add_argument("--block-sizes", type=int, nargs="+", default=[512], help="tokens of a block, with --trace")
     what = "pools in blocks of the trace, with --trace"
@@ -181,6 +240,9 @@ def main() -> None:
         except (InvalidConfig, ValueError) as error:
             flags.error(str(error))
         report("eviction", figures, _TRACE_NOTES, args.json)
+        return
+    if args.sessions:
+        report("eviction", think_times(args.seeds, args.requests), _SESSION_NOTES, args.json)
         return
     if args.retention:
         report("eviction", retention(agents_and_scans(args.seeds[0], args.requests)), _RETENTION_NOTES, args.json)

@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from common.contracts.lease import LAST_BLOCK, RetainedBlocks
@@ -27,7 +27,8 @@ from common.contracts.types import BlockHash
 class CacheRequest:
     """One request: the hashes of its prompt's full blocks, and those of the blocks that its output fills.
 
-    `at` is in seconds, for requests with `retention`, and for those that last: their blocks are in use for so long.
+    `at` is in seconds, for requests with `retention` or a `session`, and for those that last: their blocks are in use
+    for so long.
     """
 
     prompt: tuple[BlockHash, ...]
@@ -35,6 +36,7 @@ class CacheRequest:
     at: float = 0.0
     retention: tuple[RetainedBlocks, ...] = ()
     lasts: float = 0.0
+    session: str = ""
 
 
 BLOCK_SIZE: Final = 64
@@ -98,19 +100,22 @@ def chat(seed: int, requests: int) -> list[CacheRequest]:
     rng, hashes = random.Random(f"chat {seed}"), _Hashes()
     systems = [hashes.take(_blocks(rng, 400, 0.5, 128, 1280)) for _ in range(6)]
 
-    def conversation(begin: float) -> Iterator[Timed]:
-        history: tuple[BlockHash, ...] = rng.choice(systems)
-        goes_on, now = rng.betavariate(1.0, 1.2), begin
-        while len(history) < 32_768 // BLOCK_SIZE:
-            history += hashes.take(_blocks(rng, 80, 1.2, 16, 4000))
-            answer = hashes.take(_blocks(rng, 320, 0.7, 16, 1920))
-            yield now, CacheRequest(history, answer)
-            if rng.random() > goes_on:
-                return
-            history += answer
-            now += 10.0 + _seconds(rng, 60.0, 1.2)
+    return _merged(lambda begin: _talk(rng, hashes, systems, begin), _arrivals(rng, 0.5), requests)
 
-    return _merged(conversation, _arrivals(rng, 0.5), requests)
+
+def _talk(
+    rng: random.Random, hashes: _Hashes, systems: Sequence[tuple[BlockHash, ...]], begin: float
+) -> Iterator[Timed]:
+    history: tuple[BlockHash, ...] = rng.choice(systems)
+    goes_on, now = rng.betavariate(1.0, 1.2), begin
+    while len(history) < 32_768 // BLOCK_SIZE:
+        history += hashes.take(_blocks(rng, 80, 1.2, 16, 4000))
+        answer = hashes.take(_blocks(rng, 320, 0.7, 16, 1920))
+        yield now, CacheRequest(history, answer)
+        if rng.random() > goes_on:
+            return
+        history += answer
+        now += 10.0 + _seconds(rng, 60.0, 1.2)
 
 
 def prefix_tree(seed: int, requests: int) -> list[CacheRequest]:
@@ -168,20 +173,21 @@ def agents(seed: int, requests: int) -> list[CacheRequest]:
     rng, hashes = random.Random(f"agents {seed}"), _Hashes()
     kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 4000, 0.5, 1280, 12800)))
 
-    def task(begin: float) -> Iterator[Timed]:
-        shared: tuple[BlockHash, ...] = kinds.draw()  # type: ignore[assignment]
-        history, now = shared + hashes.take(_blocks(rng, 192, 1.0, 16, 3200)), begin
-        goes_on, slow = rng.choice((0.5, 0.9, 0.95)), rng.random() < 0.2
-        while len(history) < 65_536 // BLOCK_SIZE:
-            call = hashes.take(_blocks(rng, 96, 0.8, 16, 960))
-            yield now, CacheRequest(history, call)
-            if rng.random() > goes_on:
-                return
-            history += call + hashes.take(_blocks(rng, 192, 1.3, 16, 4800))
-            waits = rng.random() < (0.4 if slow else 0.05)
-            now += 3.0 + (_seconds(rng, 180.0, 0.8) if waits else _seconds(rng, 5.0, 1.0))
+    return _merged(lambda begin: _task(rng, hashes, kinds, begin), _arrivals(rng, 1.3), requests)
 
-    return _merged(task, _arrivals(rng, 1.3), requests)
+
+def _task(rng: random.Random, hashes: _Hashes, kinds: _Popular, begin: float) -> Iterator[Timed]:
+    shared: tuple[BlockHash, ...] = kinds.draw()  # type: ignore[assignment]
+    history, now = shared + hashes.take(_blocks(rng, 192, 1.0, 16, 3200)), begin
+    goes_on, slow = rng.choice((0.5, 0.9, 0.95)), rng.random() < 0.2
+    while len(history) < 65_536 // BLOCK_SIZE:
+        call = hashes.take(_blocks(rng, 96, 0.8, 16, 960))
+        yield now, CacheRequest(history, call)
+        if rng.random() > goes_on:
+            return
+        history += call + hashes.take(_blocks(rng, 192, 1.3, 16, 4800))
+        waits = rng.random() < (0.4 if slow else 0.05)
+        now += 3.0 + (_seconds(rng, 180.0, 0.8) if waits else _seconds(rng, 5.0, 1.0))
 
 
 def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
@@ -190,16 +196,17 @@ def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
     A task says by retention that it comes back, for five minutes as by `cache_control`; its last step says nothing. The
     first step looks as a single request does.
     """
-    rng, hashes = random.Random(f"agents_and_scans {seed}"), _Hashes()
+    rng, hashes, numbers = random.Random(f"agents_and_scans {seed}"), _Hashes(), itertools.count()
     kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 1000, 0.5, 320, 3200)))
     asks = (RetainedBlocks(0, LAST_BLOCK, 60, 300.0),)
 
     def task(begin: float, steps: int) -> Iterator[Timed]:
         shared: tuple[BlockHash, ...] = kinds.draw()  # type: ignore[assignment]
         history, now = shared + hashes.take(_blocks(rng, 1000, 1.0, 64, 6400)), begin
+        session = f"task {next(numbers)}"
         for step in range(steps):
             call = hashes.take(_blocks(rng, 96, 0.8, 16, 960))
-            yield now, CacheRequest(history, call, now, asks if step < steps - 1 else ())
+            yield now, CacheRequest(history, call, now, asks if step < steps - 1 else (), session=session)
             history += call + hashes.take(_blocks(rng, 192, 1.3, 16, 4800))
             now += 3.0 + _seconds(rng, 90.0, 0.6)
 
@@ -215,6 +222,25 @@ def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
         return task(begin, rng.choice((4, 8)) if rng.random() < 0.08 else 1)
 
     return _merged(either, _arrivals(rng, 0.8), requests)
+
+
+def agents_and_chats(seed: int, requests: int) -> list[CacheRequest]:
+    """The tasks of `agents`, which come back after seconds, the conversations of `chat`, after minutes, and scans."""
+    rng, hashes, numbers = random.Random(f"agents_and_chats {seed}"), _Hashes(), itertools.count()
+    kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 4000, 0.5, 1280, 12800)))
+    systems = [hashes.take(_blocks(rng, 400, 0.5, 128, 1280)) for _ in range(6)]
+
+    def sessions(begin: float) -> Iterator[Timed]:
+        name = f"session {next(numbers)}"
+        talk = _task(rng, hashes, kinds, begin) if rng.random() < 0.4 else _talk(rng, hashes, systems, begin)
+        return ((at, replace(request, at=at, session=name)) for at, request in talk)
+
+    def scan(begin: float) -> Iterator[Timed]:
+        for number in range(30):
+            text, at = hashes.take(_blocks(rng, 4800, 0.7, 1600, 32000)), begin + 2.0 * number
+            yield at, CacheRequest(text, hashes.take(_blocks(rng, 160, 0.6, 16, 960)), at)
+
+    return _merged(lambda begin: scan(begin) if rng.random() < 0.03 else sessions(begin), _arrivals(rng, 0.8), requests)
 
 
 def by_recency(seed: int, requests: int) -> list[CacheRequest]:

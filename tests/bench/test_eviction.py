@@ -124,6 +124,19 @@ def test_the_figures_have_their_fixed_names(
     assert {f"ns_per_block_{policy}" for policy in eviction.POLICIES} <= set(said["figures"])
 
 
+def test_the_figures_of_sessions_have_their_fixed_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.eviction", "--json", "--sessions", "--requests", "60"])
+    eviction.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    both = ("learned", "fitted", "disturbed")
+    kinds = {"slow_tools": (*both, "asked"), "agents_and_chats": both}
+    assert set(figures) == {
+        f"{name}_{words}_{which}" for name, each in kinds.items() for words in each for which in ("mean", "least")
+    }
+
+
 def test_a_trace_has_a_figure_for_each_pool_and_two_of_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
