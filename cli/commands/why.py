@@ -32,7 +32,7 @@ from common.contracts.errors import FieldViolation, InvalidConfig, NotFound
 from common.version import quire_version
 from router.observe.diagnosis.change_words import head_of as head_of_change
 from router.observe.diagnosis.rules import diagnose
-from router.observe.diagnosis.session_turns import Turn, turns_of
+from router.observe.diagnosis.session_requests import SessionRequest, requests_of_session
 from router.observe.diagnosis.verdict import Diagnosis
 
 # Requests that one screen explains.
@@ -148,22 +148,26 @@ async def list_session(args: argparse.Namespace, console: Console) -> None:
     async with opened(args) as source:
         gatherer = Gatherer(source, args.tenant)
         ends = await gatherer.ends_of_session(args.session, since_ns)
-        turns = turns_of(ends.records)
-        if not turns:
+        requests = requests_of_session(ends.records)
+        if not requests:
             what = f"no request of session {args.session} ended here, or its records are gone ({gatherer.bound})"
             raise NotFound(f"{what}; where callers have keys, name the tenant too: --tenant NAME")
-        shown = [replace(each, diagnosis=diagnose(await gatherer.history(each.request_id))) for each in turns[-_MOST:]]
+        shown = [
+            replace(each, diagnosis=diagnose(await gatherer.history(each.request_id))) for each in requests[-_MOST:]
+        ]
         if args.export is not None:
             write(args.export, [await exported(gatherer, each.diagnosis) for each in shown if each.diagnosis])
     if args.json:
-        print_json(session_document(shown, len(turns) - len(shown), ends.missing, gatherer.runbook))
+        print_json(session_document(shown, len(requests) - len(shown), ends.missing, gatherer.runbook))
     else:
-        show(console, SessionTable(shown, len(turns) - len(shown)), ends.missing)
+        show(console, SessionTable(shown, len(requests) - len(shown)), ends.missing)
 
 
-def session_document(turns: Sequence[Turn], earlier: int, missing: Sequence[str], runbook: str) -> dict[str, Any]:
+def session_document(
+    requests: Sequence[SessionRequest], earlier: int, missing: Sequence[str], runbook: str
+) -> dict[str, Any]:
     """Return a session for --json: figures of each request beside its diagnosis."""
-    requests = [
+    listed = [
         {
             "request_id": each.request_id,
             "began_unix_nano": each.began_ns,
@@ -174,9 +178,9 @@ def session_document(turns: Sequence[Turn], earlier: int, missing: Sequence[str]
             "cached_tokens": 0 if each.outcome is None else each.outcome.cached_tokens,
             "diagnosis": None if each.diagnosis is None else plain(each.diagnosis, runbook),
         }
-        for each in turns
+        for each in requests
     ]
-    return {"requests": requests, "earlier": earlier, "missing": list(missing)}
+    return {"requests": listed, "earlier": earlier, "missing": list(missing)}
 
 
 def span_of(args: argparse.Namespace) -> float:

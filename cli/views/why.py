@@ -20,7 +20,7 @@ from rich.text import Text
 from cli.views.cutting import cut
 from router.observe.diagnosis.causes import Advice, Cause
 from router.observe.diagnosis.phases import LABELS, WORK
-from router.observe.diagnosis.session_turns import Turn
+from router.observe.diagnosis.session_requests import SessionRequest
 from router.observe.diagnosis.verdict import Diagnosis, PhaseSpan, advised
 from router.observe.diagnosis.words import duration, percent
 
@@ -96,33 +96,33 @@ class WhyTable:
 class SessionTable:
     """The requests of one session, a line each, in the order in which they came; `earlier` ones are left out."""
 
-    def __init__(self, turns: Sequence[Turn], earlier: int) -> None:
-        self._turns, self._earlier = turns, earlier
+    def __init__(self, requests: Sequence[SessionRequest], earlier: int) -> None:
+        self._requests, self._earlier = requests, earlier
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._earlier:
             yield Text(f"{self._earlier} earlier requests are left out; --since TIME chooses a span", "dim")
         table = Table(box=None, pad_edge=False, header_style="bold")
-        room = _LEAST_ID if console.is_terminal else max((len(each.request_id) for each in self._turns), default=0)
+        room = _LEAST_ID if console.is_terminal else max((len(each.request_id) for each in self._requests), default=0)
         table.add_column("came", no_wrap=True)
         table.add_column("request", no_wrap=True)
         for name in ("think time", "waited", "first token", "took", "hits"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("why")
-        for each in self._turns:
+        for each in self._requests:
             came = datetime.fromtimestamp(each.began_ns / 1e9).astimezone().strftime("%H:%M:%S")
             why = "" if each.diagnosis is None else _why(each.diagnosis)
             table.add_row(came, Text(cut(each.request_id, room)), *_figures_of(each), Text(why))
         yield table
 
 
-def _figures_of(turn: Turn) -> Iterator[str]:
+def _figures_of(request: SessionRequest) -> Iterator[str]:
     """Yield think time, wait, time to the first token, time in all, and cached tokens of prompt tokens."""
-    yield duration(turn.think_s) if turn.think_s is not None else "-"
-    if (outcome := turn.outcome) is None:
+    yield duration(request.think_s) if request.think_s is not None else "-"
+    if (outcome := request.outcome) is None:
         yield from ("-",) * 4
         return
-    yield duration(turn.waited_s)
+    yield duration(request.waited_s)
     yield duration(outcome.first_token_s) if outcome.has_first_token else "-"
     yield duration(outcome.total_s)
     yield f"{outcome.cached_tokens} of {outcome.prompt_tokens}" if outcome.prompt_tokens else "-"

@@ -33,7 +33,7 @@ _NAME: Final = re.compile(r"[0-9a-f]{32}")
 def sent_session(header: Callable[[str], str | None]) -> str:
     """Return the id that the headers of a request have; `header` returns one by its name. "" is none.
 
-    One that is too long is passed over: until the request reaches us, such a header has no meaning that we set.
+    One that is too long is passed over: whoever sent it may mean something else by its header.
     """
     for name in SESSION_HEADERS:
         value = (header(name) or "").strip()

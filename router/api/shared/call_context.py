@@ -47,8 +47,8 @@ class Calls:
         now, left = self.clock.monotonic(), context.time_remaining()
         deadline = now + left - _margin(left) if left is not None and left < _NO_DEADLINE_SECONDS else None
         state = metadata_of(context, "tracestate")
-        session = sent_session(lambda name: metadata_of(context, name))
-        called = _traceparent(context)
+        sent = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        called, session = _traceparent(context), sent_session(sent.get)
         made = CallContext(now, deadline, called, self.caller(context), session_id=session, tracestate=state)
         if (notes := NOTES.get()) is None:
             return made

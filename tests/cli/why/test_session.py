@@ -20,7 +20,7 @@ from common.decisions.log_folder import LogFolder
 from common.wire.decision_json import line_of
 from router.contracts.session_ids import session_name
 from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.observe.diagnosis.session_turns import turns_of
+from router.observe.diagnosis.session_requests import requests_of_session
 
 SECOND = 10**9
 TALK = session_name("", "talk")
@@ -67,21 +67,24 @@ def test_turns_are_in_the_order_in_which_they_came_with_their_think_times() -> N
     """A request that comes while another runs has no think time, and the longest of both ends the talk so far."""
     made = [ended("long", 30), ended("a", 10), ended("within", 29), ended("next", 44), refused("no", 46)]
     made[0] = ended("long", 30, after=(("decode", 10.0),))
-    turns = turns_of(made)
-    assert [(each.request_id, each.think_s) for each in turns] == [
+    found = requests_of_session(made)
+    assert [(each.request_id, each.think_s) for each in found] == [
         ("a", None),
         ("long", 8.0),
         ("within", None),
         ("next", 10.0),
         ("no", 2.0),
     ]
-    assert (turns[0].waited_s, turns[0].began_ns) == (1.5, 6 * SECOND)
-    assert (turns[4].outcome, turns[4].waited_s) == (None, 0.0)
+    assert (found[0].waited_s, found[0].began_ns) == (1.5, 6 * SECOND)
+    assert (found[4].outcome, found[4].waited_s) == (None, 0.0)
 
 
 def test_records_that_end_no_request_are_no_turns() -> None:
     assert (
-        turns_of([replace(ended("a", 10), kind=DecisionKind.ADMISSION), replace(ended("b", 11), request_id="")]) == []
+        requests_of_session(
+            [replace(ended("a", 10), kind=DecisionKind.ADMISSION), replace(ended("b", 11), request_id="")]
+        )
+        == []
     )
 
 

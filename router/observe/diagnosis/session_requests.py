@@ -13,7 +13,7 @@ from router.observe.diagnosis.verdict import Diagnosis
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionRequest:
     """One request of a session. `outcome` is None where it was refused at its arrival.
 
     `think_s` are the seconds from the end of the session's requests so far to its arrival; None for the first one, and
@@ -34,19 +34,19 @@ class Turn:
         return sum(seconds for phase, seconds in before if phase not in WORK)
 
 
-def turns_of(records: Iterable[Decision]) -> list[Turn]:
+def requests_of_session(records: Iterable[Decision]) -> list[SessionRequest]:
     """Return the requests that these records end, the first that came first."""
-    found: dict[str, Turn] = {}
-    for each in sorted(records, key=lambda each: each.time_ns):
-        refused = each.kind is DecisionKind.REJECTION and each.chosen != REFUSED_BY_MANAGER
-        if not each.request_id or not (refused or each.kind is DecisionKind.OUTCOME):
+    found: dict[str, SessionRequest] = {}
+    for record in sorted(records, key=lambda record: record.time_ns):
+        refused = record.kind is DecisionKind.REJECTION and record.chosen != REFUSED_BY_MANAGER
+        if not record.request_id or not (refused or record.kind is DecisionKind.OUTCOME):
             continue
-        outcome = None if refused else outcome_of(each)
-        began = each.time_ns - (0 if outcome is None else round(outcome.total_s * 1e9))
-        found[each.request_id] = Turn(each.request_id, began, each.time_ns, outcome)
-    turns, last_end = list[Turn](), 0
-    for turn in sorted(found.values(), key=lambda turn: (turn.began_ns, turn.ended_ns)):
-        thought = (turn.began_ns - last_end) / 1e9 if 0 < last_end <= turn.began_ns else None
-        turns.append(replace(turn, think_s=thought))
-        last_end = max(last_end, turn.ended_ns)
-    return turns
+        outcome = None if refused else outcome_of(record)
+        began = record.time_ns - (0 if outcome is None else round(outcome.total_s * 1e9))
+        found[record.request_id] = SessionRequest(record.request_id, began, record.time_ns, outcome)
+    requests, last_end = list[SessionRequest](), 0
+    for each in sorted(found.values(), key=lambda each: (each.began_ns, each.ended_ns)):
+        thought = (each.began_ns - last_end) / 1e9 if 0 < last_end <= each.began_ns else None
+        requests.append(replace(each, think_s=thought))
+        last_end = max(last_end, each.ended_ns)
+    return requests
