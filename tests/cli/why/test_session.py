@@ -63,7 +63,7 @@ async def shown(flags: Sequence[str], width: int = 200) -> str:
     return console.export_text()
 
 
-def test_turns_are_in_the_order_in_which_they_came_with_their_think_times() -> None:
+def test_requests_are_in_the_order_in_which_they_came_with_their_think_times() -> None:
     """A request that comes while another runs has no think time, and the longest of both ends the talk so far."""
     made = [ended("long", 30), ended("a", 10), ended("within", 29), ended("next", 44), refused("no", 46)]
     made[0] = ended("long", 30, after=(("decode", 10.0),))
@@ -79,7 +79,7 @@ def test_turns_are_in_the_order_in_which_they_came_with_their_think_times() -> N
     assert (found[4].outcome, found[4].waited_s) == (None, 0.0)
 
 
-def test_records_that_end_no_request_are_no_turns() -> None:
+def test_records_that_end_no_request_are_none_of_it() -> None:
     assert (
         requests_of_session(
             [replace(ended("a", 10), kind=DecisionKind.ADMISSION), replace(ended("b", 11), request_id="")]
