@@ -30,6 +30,7 @@ from common.contracts.lease import (
 from common.contracts.transfers import ImageName, Medium, Place, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import (
     TRIMMED,
+    BlockHash,
     BlockId,
     FinishReason,
     KvGroup,
@@ -47,6 +48,7 @@ from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
 from gpuworker.scheduling.frame_claims import Claims, FrameClaims, LoadedBlock, find_loads
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
 from gpuworker.scheduling.group_table import GroupTable, Tail
+from gpuworker.scheduling.kv_events import CacheWatch, Origin, WatchedClaims
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts, Loaded
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
@@ -68,7 +70,9 @@ class LeaseAgent:
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages, config.block_size)
         self._frames = FrameClaims(config.host_frames, config.block_pages)
         self._transfers = TransferBook(config.disk_frames, config.serves_peers, config.block_pages)
-        if config.serves_peers:
+        if config.watch is not None:
+            self._watch_claims(config.watch)
+        elif config.serves_peers:
             self._blocks.content, self._frames.held = ClaimsByHash(), ClaimsByHash()
         # A transfer waits for copies that no step has run yet.
         self._transfer_waits = False
@@ -110,6 +114,29 @@ class LeaseAgent:
         self._last_sequence = -1
         self._deferred = 0
 
+    def _watch_claims(self, watch: CacheWatch) -> None:
+        """Let subscribers of KV events know of every claim, of those that an agent follows too."""
+        watch.begin(self._find_origin)
+        self._blocks.content = WatchedClaims(watch, Medium.BLOCK)
+        self._frames.held = WatchedClaims(watch, Medium.HOST)
+        self._transfers.saved.held = WatchedClaims(watch, Medium.DISK)
+
+    def _find_origin(self, block_hash: BlockHash, depth: int) -> Origin | None:
+        """Return what a hash stands for, if a live sequence has the block; None: nobody knows."""
+        for each in self._sequences.values():
+            if each.block_hashes[depth : depth + 1] == [block_hash]:
+                return each.origin_of(depth, self.config.block_size)
+        return None
+
+    def _describe_unknown(self, sequence: Sequence) -> None:
+        """Tell what claims stand for that came, without tokens, before a sequence that has them."""
+        watch = self.config.watch
+        if watch is None or not watch.unknown:
+            return
+        for index, block_hash in enumerate(sequence.block_hashes):
+            if block_hash in watch.unknown:
+                watch.describe(block_hash, sequence.origin_of(index, self.config.block_size))
+
     # ------------------------------------------------------------ requests of clients
 
     def submit_sequence(self, new: NewSequence) -> None:
@@ -122,6 +149,7 @@ class LeaseAgent:
         self._arrivals += 1
         self._last_sequence = new.sequence
         self._sequences[new.sequence] = sequence
+        self._describe_unknown(sequence)
         self._report.reserve(sequence.reserve())
 
     def unfinished(self) -> list[Sequence]:
@@ -541,6 +569,7 @@ class BlockCloser:
         self._shift = config.block_size.bit_length() - 1
         self._blocks = blocks
         self._report = report
+        self._watch = config.watch
 
     def close(self, sequence: Sequence, row: ScheduledRow, end: int, step: int) -> None:
         """Seal each block whose last slot before position `end` a row wrote, by its id in the row's snapshot.
@@ -562,6 +591,8 @@ class BlockCloser:
     def _seal(self, block: BlockId, sequence: Sequence, index: int, step: int) -> None:
         block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
         parent = block_hashes[index - 1] if index else None
+        if self._watch is not None:
+            self._watch.describe(block_hashes[index], sequence.origin_of(index, self._block_size))
         self._blocks.content[block] = Content(block_hashes[index], parent, index, step)
         self._report.seal(block, block_hashes[index], parts)
 

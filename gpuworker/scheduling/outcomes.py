@@ -10,6 +10,7 @@ from common.contracts.lease import Admit, Preempt
 from common.contracts.types import FinishReason, KvGroup, SequenceId, Usage
 from gpuworker.scheduling.draft_tally import DraftTallies, total
 from gpuworker.scheduling.drafting import DraftModel, DraftPrices, NewDrafter
+from gpuworker.scheduling.kv_events import CacheWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class AgentConfig:
     """Prices to decide by in place of measured ones."""
     draft_model: DraftModel | None = None
     """What guesses for drafters that it made itself."""
+    watch: CacheWatch | None = None
+    """What follows the cached contents for subscribers of KV events; None: nobody does."""
 
     @property
     def slides(self) -> bool:

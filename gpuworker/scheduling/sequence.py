@@ -21,6 +21,7 @@ from common.contracts.types import (
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
 from gpuworker.scheduling.drafting import Drafter, NewDrafter, Outlook, Speculation
 from gpuworker.scheduling.group_table import GroupTable, Tail
+from gpuworker.scheduling.kv_events import NO_LABEL, CacheLabel, Origin
 from gpuworker.scheduling.stopping import FinishCause, StopRule
 
 Ranges = tuple[tuple[int, int], ...]
@@ -57,6 +58,8 @@ class NewSequence:
     partial_hashes: tuple[BlockHash, ...] = ()
     speculation: Speculation | None = None
     """What the sequence drafts from; None where it may not draft."""
+    label: CacheLabel = NO_LABEL
+    """What subscribers of KV events are told of the root of its hashes."""
 
 
 class Sequence:
@@ -349,6 +352,11 @@ class Sequence:
     def parts_of(self, index: int) -> tuple[BlockHash, ...]:
         """Return the partial hashes of a full block; empty where no part of a block is reused."""
         return tuple(self.partial_hashes[PARTIAL_HASHES * index : PARTIAL_HASHES * (index + 1)])
+
+    def origin_of(self, index: int, block_size: int) -> Origin:
+        """Return what the hash of a full block stands for."""
+        tokens = tuple(self.tokens[index * block_size : (index + 1) * block_size])
+        return Origin(self.block_hashes[index - 1] if index else None, tokens, self.new.label)
 
     def follow(self, sampled: tuple[int, ...], new_drafter: NewDrafter) -> None:
         """Let the drafter see new tokens, which are accepted already; it is made with the first of them."""
