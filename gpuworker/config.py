@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
@@ -40,6 +41,7 @@ from common.settings.options import (
     TokenizerFolder,
     WorkerId,
     host_of,
+    is_loopback,
 )
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS, parse_costs
 
@@ -67,6 +69,22 @@ def _adapters(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
+def _kv_endpoint(value: str) -> str:
+    """Check that a value is tcp://HOST:PORT, at an address that can be bound. Raises ValueError."""
+    scheme, _, address = value.partition("://")
+    host, _, port = address.rpartition(":")
+    try:
+        if host not in ("*", "localhost"):
+            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        if scheme != "tcp" or not 0 <= int(port) <= 65535:
+            raise ValueError
+    except ValueError:
+        what = f"{value[:64]!r} is not tcp://HOST:PORT, with an IP address, localhost or * for all addresses"
+        raise ValueError(f"{what}, such as tcp://127.0.0.1:5557") from None
+    return value
+
+
+KvEndpoint = Annotated[str, AfterValidator(_kv_endpoint)]
 StepCostWords = Annotated[str, AfterValidator(_costs)]
 
 
@@ -207,6 +225,21 @@ class EngineSettings(Settings):
         "--data-port; nixl: by NIXL in place of the connection where both workers say so, for networks with RDMA. It "
         "needs quire-llm[nixl], TLS and a private network, and never ran over RDMA yet",
     )
+    kv_events: KvEndpoint | None = Field(
+        None,
+        description="tcp://HOST:PORT at which a worker publishes what its cache stores and removes, over ZeroMQ in "
+        "vLLM's form, for routers of others; port 0 takes a free one, several workers take ports one after the other. "
+        "It tells token ids to whoever connects, so HOST is on loopback. It needs quire-llm[events]; unset: none",
+    )
+    kv_events_replay: KvEndpoint | None = Field(
+        None, description="tcp://HOST:PORT at which subscribers of --kv-events ask for what they have missed"
+    )
+    kv_events_topic: str = Field("", max_length=255, description="topic of --kv-events, such as kv@HOST@MODEL")
+    kv_events_unprotected: bool = Field(
+        False,
+        description="let --kv-events and --kv-events-replay be beyond loopback: whoever reaches them reads the prompts "
+        "of all tenants as token ids, without any proof of who that is, and without encryption",
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
@@ -281,6 +314,7 @@ class EngineSettings(Settings):
             yield FieldViolation("--host-memory", what)
         yield from self._disk_problems()
         yield from self._adapter_problems()
+        yield from self._event_problems()
         if self.data_port is not None and self.host_memory is None:
             what = "is for blocks that come by way of host memory, and there is none; add --host-memory 1GiB"
             yield FieldViolation("--data-port", what)
@@ -332,6 +366,22 @@ class EngineSettings(Settings):
             yield FieldViolation("--max-loras", "bounds adapters, and there are none; add --lora or --lora-dir")
         if self.lora_dir is not None and not self.lora_dir.expanduser().is_dir():
             yield FieldViolation("--lora-dir", f"is {self.lora_dir}, which is not a folder; make it, or leave it out")
+
+    def _event_problems(self) -> Iterator[FieldViolation]:
+        given = {"--kv-events": self.kv_events, "--kv-events-replay": self.kv_events_replay}
+        for flag, endpoint in given.items():
+            host = host_of((endpoint or "").removeprefix("tcp://"))
+            if endpoint is not None and not is_loopback(host) and not self.kv_events_unprotected:
+                what = f"is {endpoint}, beyond loopback, and tells prompts as token ids to whoever connects"
+                yield FieldViolation(flag, f"{what}; expected 127.0.0.1, or --kv-events-unprotected besides")
+        if self.kv_events is not None:
+            if not self.prefix_caching:
+                what = "tells of cached blocks, and --no-prefix-caching keeps none; leave out one of them"
+                yield FieldViolation("--kv-events", what)
+            return
+        others = {"--kv-events-replay": self.kv_events_replay, "--kv-events-topic": self.kv_events_topic}
+        for flag in [flag for flag, value in others.items() if value]:
+            yield FieldViolation(flag, "is a part of --kv-events, and there is none; add it")
 
     def _disk_problems(self) -> Iterator[FieldViolation]:
         if self.disk_cache is None:

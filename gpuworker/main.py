@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from common.addresses.host_port import joined_address
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.clock import SystemClock, until_tick
-from common.contracts.errors import Unavailable
+from common.contracts.errors import FieldViolation, InvalidConfig, Unavailable
 from common.contracts.lease import Attach, AttachRejected, LeaseChannel, public_incarnation
 from common.cpu_list import cpus_of
 from common.process.advertise import reachable_address
@@ -47,6 +47,7 @@ from gpuworker.memory.disk_mover import DiskMover
 from gpuworker.plane import preflight
 from gpuworker.plane.adapters import AdapterStore
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
+from gpuworker.scheduling.kv_events import CacheWatch, EventForm, spec_of
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.manager_silence import ManagerAbsence
 from gpuworker.scheduling.watchdog import waits_for_a_step
@@ -54,6 +55,7 @@ from gpuworker.server.metrics import (
     CarrierCollector,
     DiskCollector,
     EngineCollector,
+    KvEventCollector,
     MaskCollector,
     OrphanCollector,
     RankCollector,
@@ -67,6 +69,7 @@ from quire.gpuworker.v1 import gpuworker_pb2_grpc
 if TYPE_CHECKING:
     from gpuworker.peers.wire import PeerIdentity
     from gpuworker.plane.data_port import DataPort
+    from gpuworker.server.kv_event_publisher import KvEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +118,7 @@ class Worker:
         self._stop = asyncio.Event()
         self._address, self._port = "", 0
         self._data_port: DataPort | None = None
+        self._kv_events: KvEventPublisher | None = None
 
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
@@ -154,6 +158,7 @@ class Worker:
         self._port = port
         await self._look_up_address()
         began = time.monotonic()
+        self._kv_events = open_kv_events(settings)
         plane = await asyncio.to_thread(assemble, settings)
         # Objects of torch and transformers live on. Walking them takes 0.2 s between steps, and 0.8 s at the end.
         gc.collect()
@@ -190,12 +195,14 @@ class Worker:
         self._data_port = open_data_port(self.settings, plane, self._tls, self._address)
         new_attach = partial(self._attach_of, plane, worker_id)
         channel = self._given_channel or self._lease_client()
-        new_agent = partial(LeaseAgent, plane.agent_config())
+        watch = CacheWatch() if self._kv_events is not None else None
+        new_agent = partial(LeaseAgent, replace(plane.agent_config(), watch=watch))
         engine = Engine(
             new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
         )
         self._engine, self._watchdog.standstill = engine, engine.standstill
         self._begin_transfers(plane, engine)
+        self._publish_events(plane, engine)
         if ratio := self.settings.trace_step_ratio:
             engine.record_steps(lambda: random.random() < ratio)
         loop = asyncio.get_running_loop()
@@ -242,6 +249,16 @@ class Worker:
             transfers = Transfers(images, size, SystemClock(), mover, peers, disk.reset, plane.memory.groups)
             DiskCollector(mover, transfers, self._registry)
             engine.transfer_by(transfers, disk.claims(), disk.reset)
+
+    def _publish_events(self, plane: DataPlane, engine: Engine) -> None:
+        """Let the engine tell subscribers of its cache, where somebody may subscribe."""
+        events, config = self._kv_events, plane.agent_config()
+        if events is None:
+            return
+        events.start(EventForm(config.block_size, spec_of(config.groups, config.window)), engine.wake)
+        engine.tell_changes(events)
+        KvEventCollector(events.counts, self._registry)
+        log.info("KV events are published at %s, replays at %s", events.endpoint, events.replay_endpoint or "none")
 
     def _lease_client(self) -> LeaseClient:
         self._client = LeaseClient(
@@ -322,6 +339,8 @@ class Worker:
         try:
             await asyncio.to_thread(self._engine.stop)
         finally:
+            if self._kv_events is not None:
+                await asyncio.to_thread(self._kv_events.close)
             if self._client is not None:
                 await self._client.close()
             await self._supervisor.aclose()
@@ -338,6 +357,20 @@ def open_data_port(
     from gpuworker.plane.data_port import DataPort
 
     return DataPort(settings, tls, address)
+
+
+def open_kv_events(settings: GpuWorkerSettings) -> KvEventPublisher | None:
+    """Return what publishes KV events; None without subscribers. Raises InvalidConfig where it cannot be had."""
+    if settings.kv_events is None:
+        return None
+    try:
+        from gpuworker.server.kv_event_publisher import KvEventPublisher
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("zmq", "msgpack"):
+            raise
+        what = f"needs the package {missing.name}, which is not installed: pip install 'quire-llm[events]'"
+        raise InvalidConfig(FieldViolation("--kv-events", f"{what}, or leave it out")) from missing
+    return KvEventPublisher(settings.kv_events, settings.kv_events_replay, settings.kv_events_topic)
 
 
 def _peer_identity(engine: Engine, image_bytes: int, block_pages: tuple[int, ...]) -> PeerIdentity:

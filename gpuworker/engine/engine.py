@@ -39,6 +39,7 @@ from gpuworker.engine.ports import (
     EngineLoad,
     EngineOutputs,
     EngineRequest,
+    KvEventSink,
     OutputSink,
     Started,
     StepRecord,
@@ -53,6 +54,8 @@ from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import NOTHING_LOADED, Applied, Completion, Loaded, SequenceFinished
 
 _NS = 1_000_000_000
+_MOST_CHANGES: Final = 1024
+"""Changes of the cache that a turn tells; those of a large prefill are some 128."""
 MOST_FAILED: Final = 8
 """Steps that may fail one after the other. A router tries a request at four workers at most."""
 
@@ -80,6 +83,7 @@ class Engine:
     ) -> None:
         self._transfers: Transfers | None = None
         self._image_requests: ImageRequests | None = None
+        self._events: KvEventSink | None = None
         self.serve_keys = ServeKeys()
         """The keys of tokens with which peers fetch from this worker."""
         self._new_agent, self._new_attach, self._address = new_agent, new_attach, address
@@ -137,6 +141,10 @@ class Engine:
     def serve_images(self, requests: ImageRequests) -> None:
         """Answer what peers ask for. Call it before `start`."""
         self._image_requests = requests
+
+    def tell_changes(self, sink: KvEventSink) -> None:
+        """Let subscribers of KV events know what the watch of the agents sees. Call it before `start`."""
+        self._events = sink
 
     def stop(self) -> None:
         """End after the steps in flight and the commands so far, and wait for that.
@@ -226,6 +234,7 @@ class Engine:
         while not self._stopping and self._launch():
             worked = True
         worked = self._send_report() or worked
+        worked = self._tell_changes() or worked
         if self._outputs:
             now = self._clock.monotonic()
             self._sink(self._outputs.pack(self._steps, now, self.standstill.seconds(now)))
@@ -233,6 +242,15 @@ class Engine:
             self._refresh_load()
         self._over_at = None  # a step that comes after this turn has waited for work, not for the engine
         return worked
+
+    def _tell_changes(self) -> bool:
+        """Tell subscribers what has changed in the cache, as much as a queue takes; the rest waits in the watch."""
+        watch = self._agent.config.watch
+        if self._events is None or watch is None or not watch.has_changes or not self._events.has_room():
+            return False
+        if changes := watch.take_changes(_MOST_CHANGES):
+            self._events.publish(changes)
+        return True
 
     def _send_report(self) -> bool:
         now = self._clock.monotonic()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from common.contracts.lease import Admit
 from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.engine.step_rates import NO_STEPS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftTallies, total
+from gpuworker.scheduling.kv_events import Change
 from gpuworker.scheduling.outcomes import NOTHING_LOADED, Loaded, SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 
@@ -125,6 +126,36 @@ class EngineOutputs:
 
 OutputSink = Callable[[EngineOutputs], None]
 """Called on the engine's thread; it must only hand over, never block or raise."""
+
+
+class KvEventCounts(NamedTuple):
+    """What became of KV events: batches that were published, changes in them, and answers to requests for a replay.
+
+    `overruns` counts how often the queue of a subscriber was full, so that it began to miss batches. Once the thread
+    has `failed`, nothing is published.
+    """
+
+    batches: int = 0
+    changes: int = 0
+    replays: int = 0
+    overruns: int = 0
+    failed: int = 0
+
+    def more(self, **counts: int) -> KvEventCounts:
+        """Return these counts and others together."""
+        return self._replace(**{name: getattr(self, name) + count for name, count in counts.items()})
+
+
+class KvEventSink(Protocol):
+    """Takes changes of the cache for subscribers, on the engine's thread; it never waits."""
+
+    def has_room(self) -> bool:
+        """Return whether `publish` may be called now. If not, the engine is woken once it may."""
+        ...
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        """Take the changes of a turn; there is one at least."""
+        ...
 
 
 class RankLoad(NamedTuple):

@@ -62,6 +62,13 @@ class Cleared(NamedTuple):
     """No tier has anything any more."""
 
 
+class EventForm(NamedTuple):
+    """What all events of a worker have: slots of a block, and by group the kind of its layers and their window."""
+
+    block_size: int
+    specs: tuple[tuple[str, int | None], ...]
+
+
 Change = Stored | Removed | Cleared
 FindOrigin = Callable[[BlockHash, int], Origin | None]
 

@@ -11,6 +11,7 @@ from common.wire.retention_codec import tokens_from_proto
 from common.wire.sampling_codec import sampling_from_proto, thought_from_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.scheduling.drafting import speculation_of
+from gpuworker.scheduling.kv_events import CacheLabel
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.splitmix64 import GOLDEN, WORD, splitmix64
 from gpuworker.scheduling.stopping import StopRule
@@ -95,6 +96,7 @@ def engine_request(
         retention=tuple(each.blocks(size) for each in tokens_from_proto(message.retention))
         if message.retention
         else (),
+        label=CacheLabel(message.cache_domain, message.adapter, message.adapter_fingerprint),
         speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
     return EngineRequest(new, _forbidding(sampling, stop), prompt_tokens, bool(traceparent), adapter)

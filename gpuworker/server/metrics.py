@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gpuworker.engine.ports import EngineLoad, MaskLateness, RankLoad
+from gpuworker.engine.ports import EngineLoad, KvEventCounts, MaskLateness, RankLoad
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.engine.transfers import Transfers
 from gpuworker.peers.carriers import CARRIERS
@@ -146,6 +146,30 @@ class DiskCollector:
         yield GaugeMetricFamily("quire:disk_usable", usable, value=float(self._disk.usable))
         took = "Learnt time of fetching a block from disk into host memory; 0 while it is not known."
         yield GaugeMetricFamily("quire:disk_read_seconds", took, value=self._transfers.read_seconds)
+
+
+class KvEventCollector:
+    """Makes metrics of the KV events of this worker, at each scrape; a worker without subscribers has none."""
+
+    def __init__(self, counts: Callable[[], KvEventCounts], registry: CollectorRegistry) -> None:
+        self._counts = counts
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        for name, what, count in (
+            ("quire:kv_event_batches", "Batches of KV events that were published.", counts.batches),
+            ("quire:kv_event_changes", "Changes of the cache in these batches.", counts.changes),
+            ("quire:kv_event_replays", "Requests for a replay that were answered.", counts.replays),
+            (
+                "quire:kv_event_overruns",
+                "Times that a subscriber's queue was full: it missed batches.",
+                counts.overruns,
+            ),
+        ):
+            yield CounterMetricFamily(name, what, value=float(count))
+        failed = "1 once no KV events are published any more, because of an error that the log has."
+        yield GaugeMetricFamily("quire:kv_events_failed", failed, value=float(counts.failed))
 
 
 class CarrierCollector:

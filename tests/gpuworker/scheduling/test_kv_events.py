@@ -20,7 +20,7 @@ from tests.support.gpuworker.agent_harness import Driver, blocks, keys
 
 PROMPT = list(range(10, 19))  # two blocks of four, and a token
 HASHES = keys(PROMPT, 4)
-FETCH = Transfer(1, HASHES[1], HASHES[0], 1, Place(Medium.DISK, 0), Place(Medium.HOST, 1))
+FETCH = Transfer(1, HASHES[1], HASHES[0], 1, Place(Medium.DISK, BlockId(0)), Place(Medium.HOST, BlockId(1)))
 TELL = CacheLabel(b"tenant", "sql", "ab" * 16)
 
 

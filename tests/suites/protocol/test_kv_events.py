@@ -19,7 +19,7 @@ from common.contracts.hashing import block_digests, block_hash_of, hash_in, key_
 from common.contracts.transfers import Medium, Transfer, TransferEnd
 from common.contracts.types import BlockHash, KvGroup, KvGroupKind, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
-from gpuworker.scheduling.kv_events import CacheWatch, Change, Cleared, Removed, Stored
+from gpuworker.scheduling.kv_events import CacheWatch, Change, Cleared, Removed, Stored, WatchedClaims
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
@@ -225,6 +225,8 @@ class Life:
         cache, unknown = self.ledger.state.store.cache, self.watch.unknown
         assert self.subscriber.keys(Medium.BLOCK) == cache.entries.keys()
         frames, saved = self.agent._frames.held, self.agent._transfers.saved.held
+        assert isinstance(frames, WatchedClaims)
+        assert isinstance(saved, WatchedClaims)
         for medium, entries, held in ((Medium.HOST, cache.below, frames), (Medium.DISK, cache.saved, saved)):
             told = self.subscriber.keys(medium)
             assert {key for key in entries.keys() - told if hash_in(key) not in unknown} == set()
