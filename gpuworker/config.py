@@ -84,6 +84,12 @@ def _kv_endpoint(value: str) -> str:
     return value
 
 
+def bound_address(endpoint: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port of tcp://HOST:PORT as `--kv-events` has it."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return {"*": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]")), int(port)
+
+
 KvEndpoint = Annotated[str, AfterValidator(_kv_endpoint)]
 StepCostWords = Annotated[str, AfterValidator(_costs)]
 

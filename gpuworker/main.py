@@ -64,7 +64,7 @@ from gpuworker.server.metrics import (
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
-from quire.gpuworker.v1 import gpuworker_pb2_grpc
+from quire.gpuworker.v1 import gpuworker_pb2, gpuworker_pb2_grpc
 
 if TYPE_CHECKING:
     from gpuworker.peers.wire import PeerIdentity
@@ -215,7 +215,7 @@ class Worker:
         RankCollector(plane.rank_load, self._registry)
         plane.report_lost_rank(partial(self._end_without_rank, asyncio.get_running_loop()))
         OrphanCollector(self._servicer.orphans, self._registry)
-        info = lambda: plane.info(engine.attach)  # noqa: E731
+        info = partial(self._info, plane, engine)
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
         adapters = self._adapters = plane.served_adapters
         if adapters is not None:
@@ -249,6 +249,12 @@ class Worker:
             transfers = Transfers(images, size, SystemClock(), mover, peers, disk.reset, plane.memory.groups)
             DiskCollector(mover, transfers, self._registry)
             engine.transfer_by(transfers, disk.claims(), disk.reset)
+
+    def _info(self, plane: DataPlane, engine: Engine) -> gpuworker_pb2.WorkerInfo:
+        info = plane.info(engine.attach)
+        if self._kv_events is not None:
+            info.kv_events.CopyFrom(self._kv_events.source(self._address))
+        return info
 
     def _publish_events(self, plane: DataPlane, engine: Engine) -> None:
         """Let the engine tell subscribers of its cache, where somebody may subscribe."""

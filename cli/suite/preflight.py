@@ -32,7 +32,7 @@ from common.settings.config import Reading, flag_of, load, read, validate
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import Settings
 from common.untrusted.rare_lines import redacted
-from gpuworker.config import EngineSettings, GpuWorkerSettings
+from gpuworker.config import EngineSettings, GpuWorkerSettings, bound_address
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.plane.preflight import Machine
 from gpuworker.plane.preflight import problems as worker_problems
@@ -55,12 +55,15 @@ _TEXT: Final = (
 )
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 _DATA_PORT: Final = "data_port"
+_KV_EVENTS: Final = ("kv_events", "kv_events_replay")
+_FOR_EACH: Final = (_DATA_PORT, *_KV_EVENTS)
+"""Options that name a port of the first worker. The others have the ports after it."""
 # In place of the Redis that the suite starts later.
 _OWN_REDIS: Final = "redis://127.0.0.1:6379/0"
 _PORT_FLAGS: Final = {
     "router": "--port, --grpc-port, --admin-port, --admin-http-port or --own-port",
     "kvmanager": "--manager-port or --standby-port",
-    "gpuworker": "--worker-port or --data-port",
+    "gpuworker": "--worker-port, --data-port, --kv-events or --kv-events-replay",
 }
 
 
@@ -85,6 +88,7 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
     settings, name = _with_folder(settings)
     options = _stack_options(settings, reading, None if "model_name" in services["router"].values else name)
     options = replace(options, data_ports=_data_ports(options, reading, worker))
+    options = replace(options, kv_events=_kv_events(options, reading, worker))
     if any("pool_key" in service.values for service in services.values()):
         options = replace(options, pool_key="")  # the services read it themselves
     _check_programs(options, services, reading, environ)
@@ -93,7 +97,7 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
     weights = settings.load_format != "dummy"
     folder = checkpoint_directory(settings.model, weights=weights, revision=settings.revision)
     named = _stack_options(settings.model_copy(update={"model": str(folder)}), reading, model_name=settings.model)
-    options = replace(named, pool_key=options.pool_key, data_ports=options.data_ports)
+    options = replace(named, pool_key=options.pool_key, data_ports=options.data_ports, kv_events=options.kv_events)
     _check_programs(options, services, reading, environ)
     return options
 
@@ -169,7 +173,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     """Return the suite, with the engine options that only `serve` received. The services read the others themselves."""
     to_all = _flags(settings, [key for key in _TO_ALL if key in reading.own])
     to_workers = _flags(
-        settings, [key for key in EngineSettings.model_fields if key in reading.own and key != _DATA_PORT]
+        settings, [key for key in EngineSettings.model_fields if key in reading.own and key not in _FOR_EACH]
     )
     fingerprinted = _flags(settings, ["load_format", "seed", "tokenizer"])
     # The model is a folder by then, which has no revisions; the services would read the variable themselves.
@@ -235,6 +239,20 @@ def _data_ports(options: StackOptions, reading: Reading, worker: Reading) -> tup
         return _following(int(str(given[_DATA_PORT])), count)
     fetch = count > 1 and given["host_memory"] is not None and not options.embedded
     return (0,) * count if fetch else ()
+
+
+def _kv_events(options: StackOptions, reading: Reading, worker: Reading) -> tuple[tuple[str, ...], ...]:
+    """Return the flags of each worker's endpoints for subscribers of KV events; (): there are none."""
+    given = {key: {**worker.values, **reading.values}.get(key) for key in _KV_EVENTS}
+    ends = [(flag_of(key), *str(value).rpartition(":")) for key, value in given.items() if value is not None]
+    ports = [_following(int(port), options.workers) for *_, port in ends if port.isdecimal()]
+    if len(ports) != len(ends) or not ends:
+        return ()  # whoever reads the option says what is wrong with it
+    named = [(flag, host, found) for (flag, host, *_), found in zip(ends, ports, strict=True)]
+    return tuple(
+        tuple(word for flag, host, found in named for word in (flag, f"{host}:{found[index]}"))
+        for index in range(options.workers)
+    )
 
 
 def _name_of(model: Path, hub_name: str | None) -> tuple[str, ...]:
@@ -311,13 +329,13 @@ def _kind_problems(worker: GpuWorkerSettings, revision: str) -> list[FieldViolat
 def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[FieldViolation]:
     """Name each value for this service alone that the suite replaces. A flag of `serve` may replace it.
 
-    The data port is that of the first worker.
+    The ports for peers and for subscribers are those of the first worker.
     """
     wanted = validate(replace(service, values={"model": "."} | _alone(service), violations=[]), service.settings)
     for key in sorted(service.own):
         used = getattr(final, key)
         by_flag = reading.origins.get(key, "").startswith("--")
-        if getattr(wanted, key) != used and not by_flag and key != _DATA_PORT:
+        if getattr(wanted, key) != used and not by_flag and key not in _FOR_EACH:
             values = redacted(f"is {service.values[key]!r}, and the suite takes {used!r}")
             what = f"{values}; set it for `quire serve` as a whole"
             yield FieldViolation(service.origins[key], what)
@@ -330,8 +348,11 @@ def _ports_of(final: Settings) -> list[Listened]:
         public = (final.port, final.grpc_port)
         return [*((final.host, port) for port in public), *((final.admin_host, port) for port in admin)]
     assert isinstance(final, KvManagerSettings | GpuWorkerSettings)
-    data = [final.data_port] if isinstance(final, GpuWorkerSettings) and final.data_port else []
-    return [(final.host, port) for port in (final.port, metrics_port(final.metrics_port, final.port), *data)]
+    ports = [(final.host, port) for port in (final.port, metrics_port(final.metrics_port, final.port))]
+    if isinstance(final, GpuWorkerSettings):
+        ports += [(final.host, final.data_port)] if final.data_port else []
+        ports += [bound_address(each) for each in (final.kv_events, final.kv_events_replay) if each is not None]
+    return ports
 
 
 def _taken(ports: Iterable[tuple[Program, Listened]]) -> list[FieldViolation]:

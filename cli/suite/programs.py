@@ -53,6 +53,7 @@ class StackOptions:
     With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
     The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
     `data_ports` has each worker's port at which others fetch its blocks, 0 for a free one; (): they fetch none.
+    `kv_events` has the flags of each worker's endpoints for subscribers of KV events; (): there are none.
     The first `prefill_workers` compute prompts for the others; 0: each does all.
     `worker_cpus` has the cpus that each worker is bound to, or None; () binds no worker.
     `config` is the option file of the services. `pool_key` signs the addresses of workers in Redis ("": the services
@@ -86,6 +87,7 @@ class StackOptions:
     worker_cpus: tuple[str | None, ...] = ()
     named_workers: int | None = None
     data_ports: tuple[int, ...] = ()
+    kv_events: tuple[tuple[str, ...], ...] = ()
     prefill_workers: int = 0
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
@@ -220,6 +222,7 @@ def _worker(options: StackOptions, index: int) -> Program:
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
         *(("--data-port", str(options.data_ports[index])) if options.data_ports else ()),
+        *(options.kv_events[index] if options.kv_events else ()),
         *_disaggregation(options, index),
     )
     command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker"))

@@ -31,9 +31,11 @@ import zmq
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.transfers import Medium
 from common.contracts.types import BlockHash
+from common.settings.options import host_of
 from common.untrusted.rare_lines import RareLines
 from gpuworker.engine.ports import KvEventCounts
 from gpuworker.scheduling.kv_events import CacheLabel, Change, Cleared, EventForm, Removed, Stored
+from quire.types.v1 import types_pb2
 
 MAX_QUEUE: Final = 1024
 """Turns of the engine whose changes wait for the thread."""
@@ -214,6 +216,17 @@ class KvEventPublisher:
     def counts(self) -> KvEventCounts:
         return self._counts
 
+    def source(self, address: str) -> types_pb2.KvEventSource:
+        """Return where subscribers find it: sockets that take all addresses are at the host of `address`, HOST:PORT."""
+        return types_pb2.KvEventSource(
+            endpoint=_reachable(self.endpoint, address),
+            replay_endpoint=_reachable(self.replay_endpoint, address),
+            topic=self.topic,
+            buffer_steps=BUFFER_STEPS,
+            hwm=HIGH_WATER,
+            max_queue_size=MAX_QUEUE,
+        )
+
     def close(self) -> None:
         """Publish what is queued, and end."""
         self._stopping = True
@@ -306,6 +319,11 @@ class KvEventPublisher:
             if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
             self._counts = self._counts.more(overruns=1)  # it asked again without reading, or has gone
+
+
+def _reachable(endpoint: str, address: str) -> str:
+    host, port = host_of(endpoint.removeprefix("tcp://")), endpoint.rpartition(":")[2]
+    return f"tcp://{host_of(address)}:{port}" if host in ("0.0.0.0", "[::]") else endpoint
 
 
 def _bind(to: zmq.Socket[bytes], endpoint: str, flag: str) -> str:

@@ -103,6 +103,8 @@ class RouterStatus:
             state=member.state.value,
             reason=member.reason,
         )
+        if member.facts is not None and member.facts.kv_events is not None:
+            status.kv_events.CopyFrom(member.facts.kv_events)
         model = member.model
         if model is None:
             return status

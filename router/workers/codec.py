@@ -69,6 +69,8 @@ class WorkerFacts:
     capacity: Capacity
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    kv_events: types_pb2.KvEventSource | None = None
+    """Where it publishes KV events; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,15 @@ def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
         _DISAGGREGATION.get(info.disaggregation, Disaggregation.NONE),
         info.fetches_blocks,
     )
-    return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
+    return WorkerFacts(
+        info.worker_id,
+        info.incarnation,
+        identity,
+        capacity,
+        info.vocab_size,
+        tuple(info.eos_token_ids),
+        info.kv_events if info.HasField("kv_events") else None,
+    )
 
 
 def adapters_from_proto(told: pb.Adapters) -> WorkerAdapters:

@@ -33,7 +33,7 @@ from router.observe.siblings import Siblings
 _NUMBER_BYTES: Final = 4
 _OF_ADAPTERS: Final = "adapters are for operators; ask the router's admin plane, as `quire adapters` does"
 # What GetStatus leaves out for callers who are not operators, and where each has a key: of the answer, and of a worker.
-_OF_OPERATORS: Final = ("discovery_problem", "managers"), ("address", "reason")
+_OF_OPERATORS: Final = ("discovery_problem", "managers"), ("address", "reason", "kv_events")
 _OF_OTHERS: Final = (
     ("queued_requests", "running_requests"),
     ("running_sequences", "waiting_sequences", "unheld_blocks", "prefill_tokens_per_second", "decode_step_seconds"),

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from common.contracts.errors import Unsupported
 from common.version import quire_version
+from quire.types.v1 import types_pb2
 from quire.vllm.v1 import control_pb2 as pb
 from quire.vllm.v1 import control_pb2_grpc as rpc
 from router.api.shared.call_context import Calls, Context
@@ -33,6 +34,22 @@ def _refusing(method: str, why: str) -> Any:
         raise Unsupported(f"{method} is not offered: {why}")
 
     return refuse
+
+
+def _source_of(events: types_pb2.KvEventSource) -> pb.KvEventSource:
+    """Return a worker's source as vLLM names it. Each worker is an engine of its own, of rank 0."""
+    return pb.KvEventSource(
+        transport="zmq",
+        endpoint=events.endpoint,
+        topic=events.topic,
+        replay_endpoint=events.replay_endpoint,
+        data_parallel_rank=0,
+        encoding="msgpack",
+        schema_version=1,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+        max_queue_size=events.max_queue_size,
+    )
 
 
 class ControlServicer(rpc.ControlServicer):
@@ -97,13 +114,19 @@ class ControlServicer(rpc.ControlServicer):
     async def GetKvEventSources(
         self, request: pb.GetKvEventSourcesRequest, context: Context
     ) -> pb.GetKvEventSourcesResponse:
-        """Return where an admin tenant subscribes to the caches' events; there is no source for others."""
+        """Return where an admin tenant subscribes to events of the caches; there is no source for others.
+
+        Workers that publish events in vLLM's form come first, in the order of their names. The events of the KV manager
+        are those of all workers, in Quire's own form.
+        """
         if not self._calls.caller(context).tenant.admin:
             return pb.GetKvEventSourcesResponse()
-        source = pb.KvEventSource(
+        workers = sorted(self._status.status().workers, key=lambda each: each.worker_id)
+        sources = [_source_of(each.kv_events) for each in workers if each.HasField("kv_events")]
+        own = pb.KvEventSource(
             transport="grpc", endpoint=self._events_at(), topic=_EVENTS, encoding="protobuf", schema_version=1
         )
-        return pb.GetKvEventSourcesResponse(sources=[source])
+        return pb.GetKvEventSourcesResponse(sources=[*sources, own])
 
     async def IsPaused(self, request: pb.IsPausedRequest, context: Context) -> pb.IsPausedResponse:
         self._calls.caller(context)

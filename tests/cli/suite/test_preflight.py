@@ -17,6 +17,7 @@ from cli.client import ClientSettings
 from cli.config import UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
+from cli.suite.programs import Program
 from cli.suite.stack import StackOptions, free_ports
 from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role
@@ -413,8 +414,11 @@ def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
 
 
 def data_ports(options: StackOptions, environ: dict[str, str] | None = None) -> list[int | None]:
-    found = [programs(options)[f"worker-{number}"] for number in range(options.workers)]
-    return [load(GpuWorkerSettings, each.flags, environ or {}).data_port for each in found]
+    return [load(GpuWorkerSettings, each.flags, environ or {}).data_port for each in _workers(options)]
+
+
+def _workers(options: StackOptions) -> list[Program]:
+    return [programs(options)[f"worker-{number}"] for number in range(options.workers)]
 
 
 def test_several_workers_with_host_memory_fetch_blocks_from_each_other(base: dict[str, str], tmp_path: Path) -> None:
@@ -441,9 +445,42 @@ def test_a_data_port_that_is_taken_is_refused(base: dict[str, str]) -> None:
     words = ("--workers", "1", "--host-memory", "1GiB", "--data-port")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert refusals((*words, str(port)), base) == {
-            f"port {port} of 127.0.0.1": "is taken; worker-0 needs it: choose another with --worker-port or --data-port"
-        }
+        said = refusals((*words, str(port)), base)[f"port {port} of 127.0.0.1"]
+        assert said.startswith("is taken; worker-0 needs it: choose another with --worker-port, --data-port,")
+        events = ("--workers", "1", "--kv-events", f"tcp://127.0.0.1:{port}")
+        assert refusals(events, base) == {f"port {port} of 127.0.0.1": said}
+
+
+def kv_events(options: StackOptions) -> list[tuple[str | None, str | None]]:
+    found = [load(GpuWorkerSettings, each.flags, {}) for each in _workers(options)]
+    return [(each.kv_events, each.kv_events_replay) for each in found]
+
+
+def test_each_worker_publishes_events_at_ports_of_its_own(base: dict[str, str], tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    words = ("--workers", "2", "--kv-events", f"tcp://127.0.0.1:{first}")
+    more = ("--kv-events-replay", f"tcp://[::1]:{second}")
+    assert kv_events(suite_options(("--workers", "2"), base)) == [(None, None)] * 2
+    assert kv_events(suite_options((*words, *more), base)) == [
+        (f"tcp://127.0.0.1:{first}", f"tcp://[::1]:{second}"),
+        (f"tcp://127.0.0.1:{first + 1}", f"tcp://[::1]:{second + 1}"),
+    ]
+    free = "tcp://127.0.0.1:0"
+    assert kv_events(suite_options(("--workers", "2", "--kv-events", free), base)) == [(free, None)] * 2
+    file = file_with(tmp_path, f"[gpuworker]\nkv_events = 'tcp://127.0.0.1:{first}'\n")
+    assert kv_events(suite_options((*file, "--workers", "2"), base))[1] == (f"tcp://127.0.0.1:{first + 1}", None)
+
+
+def test_endpoints_of_workers_that_meet_are_refused(base: dict[str, str]) -> None:
+    (first,) = free_ports(1)
+    ends = ("--kv-events", f"tcp://127.0.0.1:{first}", "--kv-events-replay", f"tcp://127.0.0.1:{first + 1}")
+    (said,) = refusals(("--workers", "2", *ends), base).values()
+    assert "is given to worker-0 of this suite, too" in said
+
+
+@pytest.mark.parametrize("wrong", ["tcp://0.0.0.0:5557", "5557", "tcp://127.0.0.1:many"])
+def test_an_endpoint_that_a_worker_refuses_is_refused_here(base: dict[str, str], wrong: str) -> None:
+    assert refusals(("--workers", "2", "--kv-events", wrong), base).keys() == {"--kv-events"}
 
 
 def test_workers_of_a_suite_have_no_data_address_in_common(base: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from common.contracts.types import Constraint, KvGeometry, PoolIdentity
 from common.rpc.server import RpcServer, open_channel
 from quire.api.status import error_from_status
 from quire.inference.v1 import inference_pb2 as own
+from quire.types.v1 import types_pb2
 from quire.vllm.v1 import control_pb2_grpc, engine_pb2_grpc, inference_pb2_grpc
 from router.answers.text.checkpoint import read_checkpoint
 from router.answers.text.checkpoint_text import CheckpointText
@@ -79,12 +80,14 @@ class Status:
     """A suite of two workers that serve, one that computes prompts for them, and one that drains."""
 
     card: ModelCard
+    kv_events: types_pb2.KvEventSource | None = None
+    """Where the second worker publishes KV events."""
 
     def model(self) -> ModelCard:
         return self.card
 
     def status(self) -> own.GetStatusResponse:
-        return own.GetStatusResponse(
+        answer = own.GetStatusResponse(
             queued_requests=2,
             running_requests=3,
             workers=[
@@ -94,6 +97,9 @@ class Status:
                 _worker("draining", running=1, waiting=1, unheld=9),
             ],
         )
+        if self.kv_events is not None:
+            answer.workers[1].kv_events.CopyFrom(self.kv_events)
+        return answer
 
 
 class Adapters:
@@ -141,6 +147,7 @@ class Api:
     clock: ManualClock
     callers: Callers
     aborts: Aborts
+    status: Status
     why_not_ready: str = ""
 
     def reset(self) -> Api:
@@ -198,10 +205,11 @@ async def served_api() -> AsyncIterator[Api]:
             control_pb2_grpc.ControlStub(channel),
             engine_pb2_grpc.VllmEngineStub(channel),
         )
-        api = Api(*stubs, channel, frontend, ManualClock(ARRIVED), Callers(), Aborts())
+        status = Status(card)
+        api = Api(*stubs, channel, frontend, ManualClock(ARRIVED), Callers(), Aborts(), status)
         validator = Validator(text, FACTS, draw_seed=lambda: 11, constraints=Constraints())
         adapters = validator.adapters = Adapters()
-        status, calls = Status(card), Calls(api.clock, api.callers)
+        calls = Calls(api.clock, api.callers)
         generation = InferenceServicer(frontend, validator, card, calls, adapters)
         inference_pb2_grpc.add_InferenceServicer_to_server(generation, server.server)
         control = ControlServicer(status, api.aborts, calls, "router-1", lambda: ADMIN_PLANE, adapters)

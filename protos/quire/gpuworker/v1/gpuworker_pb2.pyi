@@ -1401,6 +1401,7 @@ class WorkerInfo(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     FETCHES_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     """16 bytes that name the life of the worker's process; the lease protocol has the secret of which they are a hash."""
@@ -1423,6 +1424,10 @@ class WorkerInfo(_message.Message):
     def identity(self) -> _types_pb2.PoolIdentity: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def kv_events(self) -> _types_pb2.KvEventSource:
+        """Unset: it publishes no KV events."""
+
     def __init__(
         self,
         *,
@@ -1443,10 +1448,11 @@ class WorkerInfo(_message.Message):
         prefix_caching: _builtins.bool = ...,
         disaggregation: Global___Disaggregation.ValueType = ...,
         fetches_blocks: _builtins.bool = ...,
+        kv_events: _types_pb2.KvEventSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "kv_events", b"kv_events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "disaggregation", b"disaggregation", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fetches_blocks", b"fetches_blocks", "identity", b"identity", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "disaggregation", b"disaggregation", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fetches_blocks", b"fetches_blocks", "identity", b"identity", "incarnation", b"incarnation", "kv_events", b"kv_events", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1564,6 +1564,7 @@ class WorkerStatus(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """HOST:PORT; empty on the router's port for clients."""
@@ -1591,6 +1592,10 @@ class WorkerStatus(_message.Message):
     """prefill: it computes prompts for workers that decode. decode: it serves requests, and may fetch such prompts. Empty:
     it does all.
     """
+    @_builtins.property
+    def kv_events(self) -> _types_pb2.KvEventSource:
+        """Where it publishes KV events; unset if it does not, and on the router's port for clients."""
+
     def __init__(
         self,
         *,
@@ -1609,10 +1614,11 @@ class WorkerStatus(_message.Message):
         max_num_seqs: _builtins.int = ...,
         window: _builtins.int = ...,
         disaggregation: _builtins.str = ...,
+        kv_events: _types_pb2.KvEventSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "disaggregation", b"disaggregation", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "disaggregation", b"disaggregation", "heartbeat_age", b"heartbeat_age", "kv_events", b"kv_events", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -617,3 +617,42 @@ class Usage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class KvEventSource(_message.Message):
+    """Where a worker publishes KV events over ZeroMQ (--kv-events), in vLLM's form."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    BUFFER_STEPS_FIELD_NUMBER: _builtins.int
+    HWM_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_SIZE_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """tcp://HOST:PORT."""
+    replay_endpoint: _builtins.str
+    """The same of the socket that replays; empty: none does."""
+    topic: _builtins.str
+    buffer_steps: _builtins.int
+    """Batches that can be replayed; that wait for one subscriber; turns of the engine that wait to be published."""
+    hwm: _builtins.int
+    max_queue_size: _builtins.int
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        replay_endpoint: _builtins.str = ...,
+        topic: _builtins.str = ...,
+        buffer_steps: _builtins.int = ...,
+        hwm: _builtins.int = ...,
+        max_queue_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_steps", b"buffer_steps", "endpoint", b"endpoint", "hwm", b"hwm", "max_queue_size", b"max_queue_size", "replay_endpoint", b"replay_endpoint", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEventSource: _TypeAlias = KvEventSource  # noqa: Y015

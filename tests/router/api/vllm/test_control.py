@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind, PoolIdentity
 from common.version import quire_version
+from quire.types.v1 import types_pb2
 from quire.vllm.v1 import control_pb2 as pb
 from quire.vllm.v1 import engine_pb2
 from router.api.vllm.control_servicer import CONTROL
@@ -82,6 +83,32 @@ async def test_events_have_a_source_for_operators_alone(api: Api) -> None:
             schema_version=1,
         )
     ]
+
+
+async def test_workers_that_publish_events_are_sources_in_the_form_of_vllm(api: Api) -> None:
+    api.callers.now = OPERATOR
+    events = types_pb2.KvEventSource(
+        endpoint="tcp://10.0.0.2:5557", replay_endpoint="tcp://10.0.0.2:5558", topic="kv", buffer_steps=10, hwm=20,
+        max_queue_size=30,
+    )  # fmt: skip
+    api.status.kv_events = events
+    found = list((await api.control.GetKvEventSources(pb.GetKvEventSourcesRequest())).sources)
+    assert [each.transport for each in found] == ["zmq", "grpc"]
+    assert found[0] == pb.KvEventSource(
+        transport="zmq",
+        endpoint="tcp://10.0.0.2:5557",
+        topic="kv",
+        replay_endpoint="tcp://10.0.0.2:5558",
+        data_parallel_rank=0,
+        encoding="msgpack",
+        schema_version=1,
+        buffer_steps=10,
+        hwm=20,
+        max_queue_size=30,
+    )
+    api.callers.now = KEYED
+    assert not (await api.control.GetKvEventSources(pb.GetKvEventSourcesRequest())).sources
+    api.status.kv_events = None
 
 
 async def test_nothing_pauses_or_sleeps(api: Api) -> None:
