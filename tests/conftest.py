@@ -109,7 +109,7 @@ _NEEDS = {
         suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py
         suites/e2e/test_embeddings.py suites/e2e/test_experts.py suites/e2e/test_gguf.py
         suites/e2e/test_incidents_of_constraints.py suites/e2e/test_ipv6.py suites/e2e/test_kept_requests.py
-        suites/e2e/test_memory_kinds.py
+        suites/e2e/test_kv_events.py suites/e2e/test_memory_kinds.py
         suites/e2e/test_operation.py suites/e2e/test_proxies.py suites/e2e/test_redis_failover.py
         suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
@@ -121,6 +121,7 @@ _NEEDS = {
     """,
     "frameworks": """
         suites/clients/test_ai_sdk.py suites/clients/test_aider.py suites/clients/test_coding_agents.py
+        suites/clients/test_dynamo.py
         suites/clients/test_instructor.py suites/clients/test_litellm.py suites/clients/test_llama_index.py
         suites/clients/test_llm.py suites/clients/test_lm_eval.py suites/clients/test_open_webui.py
         suites/clients/test_smg.py

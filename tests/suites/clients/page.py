@@ -95,6 +95,7 @@ CLIENTS = (
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),
     _of("SMG's gateway", "test_smg.py", "smg", "smg"),
+    _of("Dynamo's radix tree", "test_dynamo.py", "dynamo", "ai-dynamo-runtime"),
     Client("buf curl", "buf-bin", "constraints.txt", (f"{HERE}/test_buf_curl.py",)),
     Client("grpc-js, and the system's grpc++ and grpc-go", "@grpc/grpc-js", _NODE, (f"{HERE}/test_examples.py",)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +50,15 @@ class Served:
 
 
 @contextmanager
-def served_suite(state_dir: Path, workers: int = WORKERS) -> Iterator[Served]:
-    """Run a suite on the demo model until the context ends."""
-    with in_a_thread(lambda: _served(state_dir, workers), 2 * PATIENCE) as served:
+def served_suite(state_dir: Path, workers: int = WORKERS, flags: Sequence[str] = ()) -> Iterator[Served]:
+    """Run a suite on the demo model until the context ends; `flags` are of its workers."""
+    with in_a_thread(lambda: _served(state_dir, workers, flags), 2 * PATIENCE) as served:
         yield served
 
 
 @asynccontextmanager
-async def _served(state_dir: Path, workers: int) -> AsyncIterator[Served]:
-    flags = ("--kv-blocks", "1024", "--dtype", "float32")
+async def _served(state_dir: Path, workers: int, more: Sequence[str]) -> AsyncIterator[Served]:
+    flags = ("--kv-blocks", "1024", "--dtype", "float32", *more)
     options = StackOptions(model=CHECKPOINT, workers=workers, worker_flags=flags)
     async with running_suite(state_dir, options) as suite:
         model = (await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).model
