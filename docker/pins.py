@@ -24,8 +24,8 @@ from typing import Final
 
 UV: Final = "uv==0.13.9"
 EXTRAS: Final = ("router", "kvmanager", "gpuworker", "gpu", "cli", "local", "bench", "dev")
-OPTIONAL: Final = ("linear", "nixl")
-"""Extras for hosts with a GPU or RDMA, which need torch."""
+OPTIONAL: Final = ("events", "linear", "nixl")
+"""Extras that no image has: for routers of others, and for hosts with a GPU or RDMA, which need torch."""
 UNHASHED: Final = ("torch", "triton")
 PYTHON, BEFORE = "3.11", "3.15"  # the oldest Python that Quire runs on, and the first one without a build of torch
 CONSTRAINTS, LOCK = Path("constraints.txt"), Path("requirements.lock")
@@ -41,7 +41,7 @@ _FUZZ_HEADER: Final = """\
 # What `make fuzz` installs besides; docker/pins.py writes it.
 """
 _OPTIONAL_HEADER: Final = """\
-# What the extras `linear` and `nixl` need besides, torch and triton left out; docker/pins.py writes it.
+# What the extras `events`, `linear` and `nixl` need besides, torch and triton left out; docker/pins.py writes it.
 """
 _PROTOS_HEADER: Final = """\
 # What generates the code of the .proto files, in an environment of its own; docker/pins.py writes it.

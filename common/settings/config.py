@@ -90,6 +90,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "--host-cache-size --cache-max-entry-count-host",
     "disk_cache": "--hicache-storage-backend",
     "disaggregation": "--disaggregation-mode --kv-transfer-config",
+    "kv_events": "--kv-events-config",
     "kv_blocks": "--num-gpu-blocks-override --num-gpu-blocks",
     "kv_cache_dtype": "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-type",
     "block_size": "--page-size --tokens-per-block",

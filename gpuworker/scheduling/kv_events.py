@@ -12,7 +12,7 @@ them, however long nobody takes it, and nothing is lost then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -114,7 +114,7 @@ class CacheWatch:
                     self._note_change(entry)
 
     @property
-    def unknown(self) -> frozenset[BlockHash] | set[BlockHash]:
+    def unknown(self) -> Set[BlockHash]:
         """Claimed hashes of which nobody knows the tokens."""
         return self._unknown
 

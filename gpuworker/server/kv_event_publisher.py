@@ -5,8 +5,8 @@
              the last one has the number -1 and no batch
 
 A batch is msgpack: [seconds since 1970, [event, ...], rank]. An event is a map whose "type" is BlockStored,
-BlockRemoved or AllBlocksCleared, as in vLLM 0.33 (`vllm/distributed/kv_events.py`). A block hash is an integer: the
-last 8 of its 16 bytes, big-endian, as vLLM makes its own.
+BlockRemoved or AllBlocksCleared, with the fields that vLLM 0.33 has. A block hash is an integer: the last 8 of its 16
+bytes, big-endian, as vLLM makes its own.
 
 The engine's thread puts changes into a bounded queue and never waits. While the queue is full it keeps them, and what
 comes and goes meanwhile is never told. One thread packs, sends and answers. A subscriber that does not read loses

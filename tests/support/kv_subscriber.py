@@ -67,11 +67,12 @@ class KvSubscriber:
                 return found
             found.append((int.from_bytes(number, "big"), payload))
 
-    def catch_up(self) -> None:
-        """Take everything that a replay from the beginning has."""
+    def catch_up(self) -> int:
+        """Take everything that a replay from the beginning has, and return how many contents there are."""
         for number, batch in self.replay(0):
             self.last = max(number, self.last)
             self._apply(batch)
+        return len(self.known)
 
     def _apply(self, payload: bytes) -> list[Event]:
         _, events, _ = msgpack.unpackb(payload)

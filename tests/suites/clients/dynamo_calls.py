@@ -19,45 +19,43 @@ PATIENCE_MS = 60_000
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-class Stored(msgspec.Struct, tag="BlockStored", forbid_unknown_fields=True):
-    """Blocks that a tier has got."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[list[str] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class Removed(msgspec.Struct, tag="BlockRemoved", forbid_unknown_fields=True):
-    """Blocks that a tier has no more."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class Cleared(msgspec.Struct, tag="AllBlocksCleared", forbid_unknown_fields=True):
-    """Nothing is cached."""
-
-
-class Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A batch, and the rank that it comes from."""
-
-    ts: float
-    events: list[Stored | Removed | Cleared]
-    data_parallel_rank: int | None = None
+OPTIONAL = (int | None, None)
+STORED: Any = msgspec.defstruct(
+    "BlockStored",
+    [
+        ("block_hashes", list[int]),
+        ("parent_block_hash", int | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None),
+        ("extra_keys", list[list[str] | None] | None, None),
+        ("group_idx", *OPTIONAL),
+        ("kv_cache_spec_kind", str | None, None),
+        ("kv_cache_spec_sliding_window", *OPTIONAL),
+    ],
+    tag=True,
+    forbid_unknown_fields=True,
+)
+REMOVED: Any = msgspec.defstruct(
+    "BlockRemoved",
+    [("block_hashes", list[int]), ("medium", str | None), ("group_idx", *OPTIONAL)],
+    tag=True,
+    forbid_unknown_fields=True,
+)
+CLEARED: Any = msgspec.defstruct("AllBlocksCleared", [], tag=True, forbid_unknown_fields=True)
+BATCH: Any = msgspec.defstruct(
+    "Batch",
+    [("ts", float), ("events", list[STORED | REMOVED | CLEARED]), ("data_parallel_rank", *OPTIONAL)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
 
 
-def batches(given: dict[str, Any]) -> list[Batch]:
+def batches(given: dict[str, Any]) -> list[Any]:
     """Return all batches so far, by a replay."""
-    asking, decoder, found = zmq.Context().socket(zmq.DEALER), msgspec.msgpack.Decoder(Batch), []
+    asking, decoder, found = zmq.Context().socket(zmq.DEALER), msgspec.msgpack.Decoder(BATCH), list[Any]()
     asking.connect(given["replay_endpoint"])
     asking.send_multipart([b"", (0).to_bytes(8, "big")])
     while True:
@@ -69,16 +67,16 @@ def batches(given: dict[str, Any]) -> list[Batch]:
         found.append(decoder.decode(payload))
 
 
-def apply(tree: RadixTree, number: int, event: Stored | Removed | Cleared) -> None:
+def apply(tree: RadixTree, number: int, event: Any) -> None:
     """Give an event of the pool to the tree, in Dynamo's own form."""
-    if isinstance(event, Stored):
+    if isinstance(event, STORED):
         hashes = compute_block_hash_for_seq(event.token_ids, event.block_size, lora_name=event.lora_name)
         blocks = [
             {"block_hash": block, "tokens_hash": tokens}
             for block, tokens in zip(event.block_hashes, hashes, strict=True)
         ]
         data: Any = {"stored": {"parent_hash": event.parent_block_hash, "blocks": blocks}}
-    elif isinstance(event, Removed):
+    elif isinstance(event, REMOVED):
         data = {"removed": {"block_hashes": event.block_hashes}}
     else:
         data = "cleared"

@@ -53,7 +53,7 @@ def test_its_tree_finds_the_prefixes_that_requests_find(worker: Served) -> None:
         "prompts": [[prompt, ""] for prompt in prompts],
     }
     before = answers_of("dynamo_calls.py", given, DYNAMO)
-    assert before["kinds"] == ["Cleared", "Removed", "Stored"]
+    assert before["kinds"] == ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
     assert max(before["blocks"]) >= 5
     for prompt in reversed(prompts):  # the longest one first: others would only add to it
         found = answers_of("dynamo_calls.py", given | {"prompts": [[prompt, ""]]}, DYNAMO)["blocks"]

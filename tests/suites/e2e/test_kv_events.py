@@ -66,5 +66,5 @@ async def test_events_are_what_the_manager_has_through_evictions_and_resets(suit
         assert events.count("BlockRemoved") > 2
         await suite.manager.ResetPrefixCache(kv.ResetPrefixCacheRequest(), timeout=PATIENCE)
         for each in readers.values():
-            await until(lambda each=each: each.catch_up() or not each.known, bool)  # type: ignore[misc]
+            await until(each.catch_up, lambda known: not known)
             assert each.events[-1] == {"type": "AllBlocksCleared"}
