@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -48,6 +49,8 @@ MAX_REQUEST: Final = 1024
 """Bytes of a message from a subscriber: a subscription, or a request of 8 bytes. A longer one ends its connection."""
 END_SEQ: Final = (-1).to_bytes(8, "big", signed=True)
 _HANDSHAKE_MS: Final = 5_000
+_REST: Final = 9
+"""Times what an answer to a request took, no other one is answered: they take a tenth of the thread's time at most."""
 _LAST_MS: Final = 200
 """For what is still to be sent at the end."""
 _RUN_BLOCKS: Final = 512
@@ -247,13 +250,16 @@ class KvEventPublisher:
             self._counts = self._counts.more(failed=1)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        bell, both = zmq.Poller(), zmq.Poller()
+        for poller in (bell, both):
+            poller.register(self._wake_read, zmq.POLLIN)
         if self.replay_endpoint:
-            poller.register(self._replay, zmq.POLLIN)
+            both.register(self._replay, zmq.POLLIN)
         self._publish([Cleared()])  # subscribers of an earlier process of this worker forget what they know
+        rest_until = 0.0
         while True:
-            ready = dict(poller.poll())
+            rest = rest_until - time.monotonic()
+            ready = dict(bell.poll(math.ceil(1000 * rest)) if rest > 0 else both.poll())
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             while self._queue:
@@ -262,7 +268,9 @@ class KvEventPublisher:
                 self._full = False
                 self._wake_engine()
             if self._replay in ready:
+                began = time.monotonic()
                 self._answer()
+                rest_until = time.monotonic() + _REST * (time.monotonic() - began)
             if self._stopping and not self._queue:
                 return
 

@@ -276,6 +276,28 @@ def test_a_subscriber_that_never_reads_misses_batches_and_others_do_not() -> Non
         context.destroy(0)
 
 
+def test_answers_take_a_tenth_of_the_time_and_batches_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with publishing() as (publisher, subscriber):
+        answering, asked = threading.Event(), list[list[bytes]]()
+
+        def answer(self: KvEventPublisher) -> None:
+            asked.append(self._replay.recv_multipart())
+            answering.set()
+
+        monkeypatch.setattr(KvEventPublisher, "_answer", answer)
+        monkeypatch.setattr(kv_event_publisher, "_REST", 1e9)
+        context = zmq.Context()
+        asking = context.socket(zmq.DEALER)
+        asking.connect(publisher.replay_endpoint)
+        for _ in range(2):
+            asking.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert answering.wait(PATIENCE_MS / 1000)
+        publisher.publish([stored(1)])
+        assert subscriber.read()[0]["block_hashes"] == [1]
+        assert len(asked) == 1, "the other one waits"
+        context.destroy(0)
+
+
 def test_a_full_queue_says_so_and_wakes_the_engine_when_it_has_room() -> None:
     woken = threading.Event()
     publisher = KvEventPublisher(FREE, None, "")
