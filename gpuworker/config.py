@@ -74,12 +74,14 @@ def _kv_endpoint(value: str) -> str:
     scheme, _, address = value.partition("://")
     host, _, port = address.rpartition(":")
     try:
-        if host not in ("*", "localhost"):
-            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        if host.startswith("["):
+            ipaddress.IPv6Address(host[1:-1] if host.endswith("]") else host)
+        elif host not in ("*", "localhost"):
+            ipaddress.IPv4Address(host)
         if scheme != "tcp" or not 0 <= int(port) <= 65535:
             raise ValueError
     except ValueError:
-        what = f"{value[:64]!r} is not tcp://HOST:PORT, with an IP address, localhost or * for all addresses"
+        what = f"{value[:64]!r} is not tcp://HOST:PORT, with an IP address (IPv6 in brackets), localhost or * for all"
         raise ValueError(f"{what}, such as tcp://127.0.0.1:5557") from None
     return value
 
@@ -385,7 +387,11 @@ class EngineSettings(Settings):
                 what = "tells of cached blocks, and --no-prefix-caching keeps none; leave out one of them"
                 yield FieldViolation("--kv-events", what)
             return
-        others = {"--kv-events-replay": self.kv_events_replay, "--kv-events-topic": self.kv_events_topic}
+        others = {
+            "--kv-events-replay": self.kv_events_replay,
+            "--kv-events-topic": self.kv_events_topic,
+            "--kv-events-unprotected": self.kv_events_unprotected,
+        }
         for flag in [flag for flag, value in others.items() if value]:
             yield FieldViolation(flag, "is a part of --kv-events, and there is none; add it")
 

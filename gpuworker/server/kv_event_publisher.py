@@ -16,6 +16,7 @@ batches, and sees that by their numbers. What is not kept any more is answered b
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import math
 import os
@@ -55,6 +56,7 @@ _LAST_MS: Final = 200
 """For what is still to be sent at the end."""
 _RUN_BLOCKS: Final = 512
 """Blocks of one event."""
+_DOMAIN: Final = b"quire-kv-event-domain-v1"
 _MEDIA: Final = {Medium.BLOCK: "GPU", Medium.HOST: "CPU", Medium.DISK: "STORAGE"}
 
 log = logging.getLogger(__name__)
@@ -140,12 +142,13 @@ def _lora_id(label: CacheLabel) -> int | None:
 def _extra_keys(stored: Stored) -> list[str] | None:
     """Return what beside its tokens a block is hashed with, as vLLM has it: the adapter, and once the cache domain.
 
-    vLLM has the salt of a request at the place of the domain, with a prompt's first block.
+    vLLM has the salt of a request at the place of the domain, with a prompt's first block. The domain itself stays
+    secret: hashes of a tenant's blocks begin with it.
     """
     label = stored.origin.label
     found = [label.adapter] if label.adapter else []
     if label.cache_domain and stored.origin.parent is None:
-        found.append(f"domain:{label.cache_domain.hex()}")
+        found.append(f"domain:{hashlib.sha256(_DOMAIN + label.cache_domain).hexdigest()[:32]}")
     return found or None
 
 
@@ -203,6 +206,8 @@ class KvEventPublisher:
     def has_room(self) -> bool:
         """Return whether `publish` may be called now."""
         self._full = len(self._queue) >= MAX_QUEUE
+        if self._full:
+            self._ring()  # the thread may have emptied the queue meanwhile, without a look at this
         return not self._full and not self._counts.failed
 
     def publish(self, changes: Sequence[Change]) -> None:

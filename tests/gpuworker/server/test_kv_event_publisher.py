@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def until_subscribed(publisher: KvEventPublisher, subscriber: KvSubscriber) -> N
 def test_a_stored_run_has_the_names_and_types_of_vllm() -> None:
     label = CacheLabel(b"\x0a\x0b", "sql", "0123456789abcdef" * 2)
     events = unpacked(stored(1, label=label), stored(2, 1, label))
+    domain = hashlib.sha256(b"quire-kv-event-domain-v1" + b"\x0a\x0b").hexdigest()[:32]
     assert events == [
         {
             "type": "BlockStored",
@@ -92,7 +94,7 @@ def test_a_stored_run_has_the_names_and_types_of_vllm() -> None:
             "lora_id": 0x0123456 + 1,
             "medium": "GPU",
             "lora_name": "sql",
-            "extra_keys": [["sql", "domain:0a0b"], ["sql"]],
+            "extra_keys": [["sql", f"domain:{domain}"], ["sql"]],
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
         }
@@ -362,7 +364,16 @@ def test_an_endpoint_beyond_loopback_must_be_asked_for_in_so_many_words(endpoint
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "127.0.0.1:5557", "ipc:///tmp/x", "tcp://worker:5557", "tcp://127.0.0.1:", "tcp://::1:70000"]
+    "endpoint",
+    [
+        "",
+        "127.0.0.1:5557",
+        "ipc:///tmp/x",
+        "tcp://worker:5557",
+        "tcp://::1:5557",
+        "tcp://127.0.0.1:",
+        "tcp://::1:70000",
+    ],
 )
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="is not tcp://HOST:PORT"):
@@ -370,7 +381,8 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 
 
 def test_parts_of_the_option_need_it() -> None:
-    assert problems(kv_events_replay=FREE, kv_events_topic="kv").keys() == {"--kv-events-replay", "--kv-events-topic"}
+    parts = {"kv_events_replay": FREE, "kv_events_topic": "kv", "kv_events_unprotected": True}
+    assert problems(**parts).keys() == {"--kv-events-replay", "--kv-events-topic", "--kv-events-unprotected"}
     assert problems(kv_events=FREE, prefix_caching=False).keys() == {"--kv-events"}
 
 
