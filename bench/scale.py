@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import resource
 import statistics
 import sys
@@ -25,6 +26,7 @@ from redis.asyncio import Redis
 
 from bench.lib.harness import parser, progress, report
 from cli.replay.figures import figures_of
+from cli.replay.notices import Sharing
 from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
@@ -45,6 +47,7 @@ PROMPT, OUTPUT, SHARED_BLOCKS = 64, 64, 3
 _CAPACITY: Final = Capacity(4096, 16, 256, 1 << 20)
 _IDENTITY: Final = PoolIdentity("scale", "none", 16, KvGeometry(1, 1, 1, 1, "float32"))
 _CALL: Final = 256
+_UNNUMBERED: Final = re.compile(r"_\d+")
 _PREFIX: Final = [BlockHash(bytes([number] * 16)) for number in range(1, 4)]
 _NOTES: Final = {
     "decision_us": "a request placed and its slot released, workers with room",
@@ -56,6 +59,7 @@ _NOTES: Final = {
     "requests_per_s": "replayed a second of CPU time",
     "ttft_p50_ms": "virtual",
     "ttft_p99_ms": "virtual",
+    "p99_ratio_routers": "of ttft_p99_ms, over that of one router",
     "busiest": "requests of the worker with the most, over the mean",
     "hit_share": "prompt tokens from the cache",
     "reports_per_s": "to the KV manager, a virtual second",
@@ -163,11 +167,11 @@ async def full_us(workers: int, times: int) -> tuple[float, float]:
 # ---------------------------------------------------------------- a replay
 
 
-def replayed(workers: int, routers: int, requests: int, rate: float) -> dict[str, float]:
+def replayed(workers: int, routers: int, requests: int, rate: float, sharing: Sharing | None) -> dict[str, float]:
     """Replay made-up arrivals and return the figures of a level."""
     trace = arrivals(workers, requests, rate)
     began = time.process_time()
-    found = replay(trace, ReplayOptions(workers=workers, routers=routers))
+    found = replay(trace, ReplayOptions(workers=workers, routers=routers, sharing=sharing))
     took, figures = time.process_time() - began, figures_of(found)
     return {
         "requests_per_s": requests / took,
@@ -222,10 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--routers", type=int, nargs="+", default=[1, 2, 8], help="numbers of routers")
     flags.add_argument("--requests", type=int, default=0, help="of a replay (default: 100 for each worker)")
     flags.add_argument("--rate", type=float, default=50.0, help="requests a second and worker")
+    flags.add_argument("--apart", action="store_true", help="several routers tell each other nothing of their load")
     flags.add_argument("--decisions", type=int, default=200, help="measured decisions")
     flags.add_argument("--entries", type=int, default=100_000, help="entries written to Redis; 0: none")
     args = flags.parse_args(argv)
-    figures: dict[str, float] = {}
+    figures, sharing = dict[str, float](), None if args.apart else Sharing()
     for workers in args.workers:
         figures[f"decision_us_{workers}"] = asyncio.run(decision_us(workers, args.decisions))
         plain, fetching = asyncio.run(fetch_us(workers, args.decisions))
@@ -236,11 +241,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for routers in args.routers:
             progress(f"{workers} workers, {routers} routers")
-            level = replayed(workers, routers, args.requests or 100 * workers, args.rate)
+            level = replayed(workers, routers, args.requests or 100 * workers, args.rate, sharing)
             figures |= {f"{name}_{workers}_{routers}": value for name, value in level.items()}
+            if alone := figures.get(f"ttft_p99_ms_{workers}_1"):
+                figures[f"p99_ratio_{routers}_routers_{workers}"] = level["ttft_p99_ms"] / alone
     if args.entries:
         figures["index_bytes"], figures["index_write_us"] = asyncio.run(index_costs(args.entries))
-    notes = {name: _NOTES[name.rstrip("0123456789_")] for name in figures}
+    notes = {name: _NOTES[_UNNUMBERED.sub("", name)] for name in figures}
     report("scale", figures, notes, args.json)
     return 0
 

@@ -17,6 +17,7 @@ from router.placement.admission import AdmissionLimiter, AdmissionLimits
 from router.placement.routing import Router
 from router.placement.run_rule import RunRule
 from router.placement.run_search import RunSearch
+from router.placement.shared_load import SharedLoad
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Dispatcher
 from router.workers.pool import PoolListener, WorkerPool
@@ -30,6 +31,7 @@ class ReplayPool:
 
     def __init__(self, identity: PoolIdentity) -> None:
         self.identity = identity
+        self.shared: SharedLoad | None = None
         self.workers: dict[str, ReplayWorker] = {}
         self._models: list[WorkerModel] = []
         self._by_name: dict[str, WorkerModel] = {}
@@ -43,6 +45,8 @@ class ReplayPool:
         self.workers[worker.worker_id] = worker
         model = self._by_name[worker.worker_id] = WorkerModel(worker.worker_id, capacity, load, now)
         self._models = [*self._models, model]
+        if self.shared is not None:
+            model.share = self.shared.join(worker.worker_id, b"")
 
     def heartbeat(self, worker_id: str, load: Load, now: float) -> None:
         model = self._by_name[worker_id]
@@ -135,3 +139,7 @@ class ReplayRouter:
         self.pool = ReplayPool(identity)
         self.dispatcher = Dispatcher(cast("WorkerPool", self.pool), chooser, index, decisions, clock, max_wait=max_wait)
         self.admission = AdmissionLimiter(AdmissionLimits(max_queued))
+
+    def share_load(self, shared: SharedLoad) -> None:
+        """Tell other routers of the load at workers that are added from now on, and be told."""
+        self.pool.shared = shared

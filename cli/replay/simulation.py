@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from cli.replay.links import Links, Moves
+from cli.replay.notices import NoticeStream, Sharing
 from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Listener, ReplayWorker, Timing
@@ -32,6 +33,7 @@ from router.placement.fair_queue import Flow
 from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
 from router.placement.run_rule import rule_of
+from router.placement.shared_load import SharedLoad
 from router.placement.worker_model import Capacity
 from router.requests.dispatcher import Job, LoadReservation
 from router.tenants.tenancy import Tenant
@@ -180,6 +182,8 @@ class ReplayOptions:
     # What each worker has beside its pool; None: nothing moves.
     moves: Moves | None = None
     router: type[Router] = Router
+    # How several routers tell each other of their load; None: they do not.
+    sharing: Sharing | None = field(default_factory=Sharing)
     seed: int = 0
 
 
@@ -300,13 +304,19 @@ class _Simulation:
         ids, options = itertools.count(1), self._options
         chooser = options.router(self._clock, lambda: f"d{seed}-{next(ids)}", seed)
         bounds = options.max_queued, options.manager.max_wait
-        return ReplayRouter(self._identity, chooser, self._index, self._decisions, self._clock, *bounds)
+        router = ReplayRouter(self._identity, chooser, self._index, self._decisions, self._clock, *bounds)
+        if options.sharing is not None and options.routers > 1:
+            router.share_load(SharedLoad(hashlib.sha256(b"router-%d" % seed).digest()))
+        return router
 
     async def run(self) -> Replay:
         for number in range(self._options.workers):
             self._add_worker(f"worker-{number}")
         for router in self._routers:
             router.dispatcher.capacity_changed()
+        if (sharing := self._options.sharing) is not None:
+            shared = [each.pool.shared for each in self._routers if each.pool.shared is not None]
+            NoticeStream(self._loop, self._clock, sharing, shared, self._options.seed)
         began = self._loop.time() + HEARTBEAT_S  # the workers are attached by then
         first = self._trace.arrivals[0].at
         async with asyncio.TaskGroup() as tasks:

@@ -1,12 +1,14 @@
 """The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`verdict`), and a record.
 
     cost(w) = queue_delay(w) + adapter(w) + fetch(w) + prefill(prompt - hit(w) - fetched(w)) + decode_pressure(w)
+              + unseen(w)
 
     queue_delay      prompt tokens ahead, the steps in flight, and the wait for a batch slot or for blocks
     adapter          the load of the request's adapter, where w does not have it in memory
     fetch            blocks that w lacks and another worker has, where that pays (`fetches.py`); often nothing
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
+    unseen           of a worker that is at home with another router: one such request, which that may just be sending
 
 `Dispatcher._hits` finds hit(w). There is no switch between affinity and balance: a hit is worth the prefill, or the
 fetch, that it saves, and a busy worker costs more by its queue and its slower steps.
@@ -31,10 +33,17 @@ from router.placement.worker_model import Capacity, WorkerModel
 
 MOST_PRICED = 64
 MOST_HOLDERS = 16
+# Of many workers at home with this router.
+MOST_AT_HOME = 32
 # Seconds between two looks at all workers for a deadline. A heartbeat may be as old.
 LOOK_EVERY_S = 0.1
 # Of the candidates with a cost, and of those that were filtered out.
 MOST_NAMED = 8
+
+
+def is_home(worker: WorkerModel) -> bool:
+    """Return whether a worker is at home with this router, or with none."""
+    return worker.share is None or worker.share.home
 
 
 # The workers that a routing decision prices, and those that its record names: all of a few, some of many.
@@ -42,16 +51,30 @@ MOST_NAMED = 8
 # those with the longest hits are priced, and others that are drawn at random: the cheapest of d drawn ones has on
 # average the rank n / (d + 1), and routers that draw differently do not all run to one worker (Mitzenmacher, "The
 # Power of Two Choices in Randomized Load Balancing", 2001).
-def shortlist(workers: Sequence[WorkerModel], hits: Mapping[str, int], seed: int) -> Sequence[WorkerModel]:
-    """Return the workers to price, in the given order; `hits` are blocks by worker id."""
+def shortlist(
+    workers: Sequence[WorkerModel], hits: Mapping[str, int], seed: int, at_home: Sequence[int] = ()
+) -> Sequence[WorkerModel]:
+    """Return the workers to price, in the given order; `hits` are blocks by worker id.
+
+    `at_home` are the places of those that are at home with this router, where others have homes too.
+    """
     if len(workers) <= MOST_PRICED:
         return workers
     holders = set[int]()
     if hits:
         held = [(hits[worker.worker_id], place) for place, worker in enumerate(workers) if worker.worker_id in hits]
         holders = {place for _, place in heapq.nlargest(MOST_HOLDERS, held)}
-    drawn = random.Random(seed).sample(range(len(workers)), MOST_PRICED - len(holders))
-    return [workers[place] for place in sorted(holders.union(drawn))]
+    rng, found = random.Random(seed), holders
+    if at_home:
+        found = holders.union(at_home if len(at_home) <= MOST_AT_HOME else rng.sample(at_home, MOST_AT_HOME))
+    drawn = rng.sample(range(len(workers)), MOST_PRICED - len(found))
+    return [workers[place] for place in sorted(found.union(drawn))]
+
+
+def places_at_home(workers: Sequence[WorkerModel]) -> Sequence[int]:
+    """Return the places of the workers that are at home with this router; none where no other router has work."""
+    found = [place for place, worker in enumerate(workers) if is_home(worker)]
+    return found if len(found) < len(workers) else ()
 
 
 def named(candidates: Sequence[Candidate], chosen: str) -> tuple[Candidate, ...]:
@@ -319,6 +342,8 @@ TIE_SECONDS = 1e-4
 OLD_S = 30.0
 # Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
 MANAGER_AWAY_S = 1.0
+OTHERS_CHANGED = "other routers' placements moved it away from"
+"""How the reason begins of a choice that others' placements changed; the other worker and its cost follow."""
 TOO_LATE = "too late"
 """How the reason begins of a worker that would miss the deadline; the seconds follow."""
 _BEST_FIRST = (PlacementOutcome.PLACED, PlacementOutcome.WAIT, PlacementOutcome.NO_WORKER, PlacementOutcome.TOO_LARGE)
@@ -362,6 +387,9 @@ class WorkerCost:
     fetch: PricedFetch | None = None
     fetch_s: float = 0.0
     adapter_s: float = 0.0
+    # Of the queue delay and the decode pressure: what only other routers told of.
+    others_s: float = 0.0
+    unseen_s: float = 0.0
 
     @property
     def work_s(self) -> float:
@@ -377,7 +405,12 @@ class WorkerCost:
 
     @property
     def total(self) -> float:
-        return self.first_token_s + self.decode_pressure
+        return self.first_token_s + self.decode_pressure + self.unseen_s
+
+    @property
+    def alone(self) -> float:
+        """The total without what only other routers told of."""
+        return self.total - self.others_s
 
     def counted_s(self, passes: bool) -> float:
         """Return the seconds to the first token that may make the request too late; it may pass what is before it."""
@@ -401,6 +434,10 @@ class WorkerCost:
         if self.fetch is not None:
             terms = (*terms[:-2], ("fetch", self.fetch_s), *terms[-2:])
             figures.append(("fetched_blocks", float(self.fetch.blocks)))
+        if self.unseen_s:
+            terms = (*terms, ("unseen", self.unseen_s))
+        if self.others_s:
+            figures.append(("others_s", self.others_s))
         if self.trust < 1.0:
             figures.append(("trust", self.trust))
         return Candidate(self.worker.worker_id, self.total, terms, figures=tuple(figures))
@@ -415,6 +452,9 @@ class Router:
     def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
         self._clock, self._new_id, self._seed = clock, new_id, seed
         self._least = LeastTimes()
+        # The places at home of the last list of many workers, and the moves of homes until then.
+        self._listed: Sequence[WorkerModel] = ()
+        self._moves, self._at_home = 0, list[int]()
 
     def route(
         self,
@@ -430,14 +470,14 @@ class Router:
         Workers that lack what is `held` may fetch it. The decision has the next id, or the one that is given.
         """
         now, decision_id = self._clock.monotonic(), decision_id or self._new_id()
-        seen = shortlist(workers, hits, self._drawn(decision_id))
+        seen = self._shortlist(workers, hits, decision_id)
         found = _Priced.of(placement, seen, hits, now, held)
         if not found.costs and len(seen) < len(workers):
             # Nearly all are full: one of the others may have room, and of many with room a few are enough.
             verdicts = [verdict(each, placement, now)[0] for each in workers]
             room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is PlacementOutcome.PLACED]
             if room:
-                seen = shortlist(room, hits, self._drawn(decision_id))
+                seen = shortlist(room, hits, self._drawn(decision_id), places_at_home(room))
                 found = _Priced.of(placement, seen, hits, now, held)
             found.verdicts.update(verdicts)
         least_s: float | None = None
@@ -449,6 +489,8 @@ class Router:
         outcome = next((each for each in _BEST_FIRST if each in found.verdicts), PlacementOutcome.NO_WORKER)
         chosen = best.worker.worker_id if best else outcome.value
         candidates = [cost.candidate() for cost in found.costs] + found.out
+        without = min(found.costs, key=lambda each: each.alone, default=None)
+        reasons = tuple(_changed_by_others(best, without)) if best is not None and without is not None else ()
         kept = (*named(candidates, chosen), *(Candidate(name, rejected=reason) for name, reason in absent))
         names = {each.name for each in kept}
         decision = Decision(
@@ -465,6 +507,7 @@ class Router:
                 ("seed", float(self._seed)),
                 *unnamed(candidates, kept, len(workers)),
             ),
+            reasons=reasons,
             traceparent=placement.traceparent,
             worker=best.worker.worker_id if best else "",
         )
@@ -477,7 +520,7 @@ class Router:
         self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], later: bool = False
     ) -> list[WorkerCost]:
         """Return the price at each worker that may take the request now, or also `later`; of many at some of them."""
-        seen = shortlist(workers, hits, self._drawn(placement.request_id))
+        seen = self._shortlist(workers, hits, placement.request_id)
         found = _Priced.of(placement, seen, hits, self._clock.monotonic())
         return found.now_or_later(placement) if later else found.costs
 
@@ -494,8 +537,20 @@ class Router:
         `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that
         may soon be well: when it continues is unknown.
         """
-        drawn = shortlist(workers, hits, self._drawn(placement.request_id))
+        drawn = self._shortlist(workers, hits, placement.request_id)
         return self._look(placement, workers, drawn, hits, held).least_s(placement, has_room)
+
+    def _shortlist(
+        self, workers: Sequence[WorkerModel], hits: Mapping[str, int], decision_id: str
+    ) -> Sequence[WorkerModel]:
+        """Return the workers to price. Which of many are at home is looked for once for each list and move."""
+        if len(workers) <= MOST_PRICED:
+            return workers
+        share = workers[0].share
+        moves = 0 if share is None else share.pool.moves
+        if workers is not self._listed or moves != self._moves:
+            self._listed, self._moves, self._at_home = workers, moves, [*places_at_home(workers)]
+        return shortlist(workers, hits, self._drawn(decision_id), self._at_home)
 
     def _look(
         self,
@@ -536,6 +591,14 @@ class Router:
         return zlib.crc32(f"{self._seed}:{decision_id}".encode())
 
 
+def _changed_by_others(best: WorkerCost, without: WorkerCost) -> Iterator[str]:
+    """Yield a reason if another worker would be cheaper without what only other routers told of."""
+    saved = best.alone - without.alone
+    if saved > TIE_SECONDS:
+        name = without.worker.worker_id
+        yield f"{OTHERS_CHANGED} {name}: they add {without.others_s:.3f} s there, and it was cheaper by {saved:.3f} s"
+
+
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
     """Yield the age of each signal that enters the costs; assumed rates have no age."""
     for worker in workers:
@@ -557,6 +620,8 @@ class _Priced:
     verdicts: set[PlacementOutcome] = field(default_factory=set)
     later: list[tuple[WorkerModel, int]] = field(default_factory=list)
     recovering: list[WorkerModel] = field(default_factory=list)
+    # The longest hit at a worker that is at home with this router.
+    home_blocks: int = 0
 
     @staticmethod
     def of(
@@ -567,7 +632,8 @@ class _Priced:
         held: Held | None = None,
     ) -> _Priced:
         fetches = usual_rates(workers) if held is not None else None
-        found = _Priced(UsualRates.of(workers), now, held, fetches)
+        at_home = max([hits.get(each.worker_id, 0) for each in workers if is_home(each)], default=0) if hits else 0
+        found = _Priced(UsualRates.of(workers), now, held, fetches, home_blocks=at_home)
         for worker in workers:
             outcome, reason = verdict(worker, placement, now)
             found.verdicts.add(outcome)
@@ -585,7 +651,7 @@ class _Priced:
         return found
 
     def price(self, worker: WorkerModel, placement: PlacementRequest, hit_blocks: int) -> WorkerCost:
-        return _cost(worker, placement, hit_blocks, self.usual, self.now, self.held, self.fetches)
+        return _cost(worker, placement, hit_blocks, self)
 
     def now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
         """Return the price at each worker that may serve it."""
@@ -634,27 +700,21 @@ _SMALLEST = PlacementRequest("", prompt_tokens=1, max_len=1, max_tokens=1)
 
 
 def _least_time(worker: WorkerModel, usual: UsualRates, now: float) -> LeastTime:
-    cost = _cost(worker, _SMALLEST, 0, usual, now)
+    cost = _cost(worker, _SMALLEST, 0, _Priced(usual, now))
     if cost.unproven:
         return LeastTime(worker, 0.0, 0.0, 0.0)
     return LeastTime(worker, cost.known_delay, cost.token_s, cost.prefill - cost.token_s)
 
 
-def _cost(
-    worker: WorkerModel,
-    placement: PlacementRequest,
-    hit_blocks: int,
-    usual: UsualRates,
-    now: float,
-    held: Held | None = None,
-    fetches: FetchRates | None = None,
-) -> WorkerCost:
+def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, among: _Priced) -> WorkerCost:
+    usual, held, fetches = among.usual, among.held, among.fetches
+    # Where a worker has more of the prompt than all at home, routers meet for the hit and not for want of news.
+    unseen = not is_home(worker) and hit_blocks <= among.home_blocks
     capacity, rates, trust = worker.capacity, worker.rates, trust_in(worker, usual.latest)
     sequences = worker.sequences + placement.sequences
     running = min(sequences, capacity.max_num_seqs)
     per_token = believed(rates.prefill_token.value, usual.prefill_token, trust)
-    usual_step = usual.step * (1.0 + (running - 1) / capacity.max_num_seqs)
-    step = believed(rates.step.predict(running), usual_step, trust)
+    step = _step(worker, running, usual, trust)
     most_blocks = (placement.prompt_tokens - 1) // capacity.block_size
     hit_blocks, fetch, fetch_s = min(hit_blocks, most_blocks), None, 0.0
     uncached = placement.uncached(capacity, hit_blocks)
@@ -668,14 +728,38 @@ def _cost(
     room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
     known = worker.unplanned_prefill_tokens * per_token
     delay = worker.pending_prefill_tokens * per_token + room + steps_ahead(worker) * step
-    if rates.sequence.age(now) <= OLD_S:
+    if rates.sequence.age(among.now) <= OLD_S:
         known += room
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
-    unproven = not worker.sequences and now - worker.shown_at > OLD_S
+    unproven = not worker.sequences and among.now - worker.shown_at > OLD_S
     prefill = uncached * per_token + step
     pressure = horizon * step
     adapter_s = 0.0 if placement.adapter is None else worker.adapters.seconds_until(placement.adapter)
+    others_s, (more, more_tokens) = 0.0, worker.unreported
+    if more or more_tokens:
+        crowded = _step(worker, min(sequences + more, capacity.max_num_seqs), usual, trust)
+        waits_s = more_tokens * per_token + (0.0 if worker.sequences else _STEPS_AHEAD * step)
+        others_s, delay, pressure = waits_s + horizon * (crowded - step), delay + waits_s, horizon * crowded
     return WorkerCost(
-        worker, hit_blocks, trust, delay, known, prefill, pressure, unproven, per_token, fetch, fetch_s, adapter_s
+        worker,
+        hit_blocks,
+        trust,
+        delay,
+        known,
+        prefill,
+        pressure,
+        unproven,
+        per_token,
+        fetch,
+        fetch_s,
+        adapter_s,
+        others_s,
+        prefill if unseen else 0.0,
     )
+
+
+def _step(worker: WorkerModel, running: int, usual: UsualRates, trust: float) -> float:
+    """Return the predicted seconds of a step with so many sequences in it."""
+    usual_step = usual.step * (1.0 + (running - 1) / worker.capacity.max_num_seqs)
+    return believed(worker.rates.step.predict(running), usual_step, trust)

@@ -10,6 +10,7 @@ from common.contracts.types import KvGroup, KvGroupKind
 from router.placement.adapters import NO_ADAPTERS, WorkerAdapters
 from router.placement.rates import CountRate, Rates, StepLine
 from router.placement.run_rule import groups_of, runs_of
+from router.placement.shared_load import WorkerShare
 
 
 class WorkerState(StrEnum):
@@ -172,6 +173,8 @@ class WorkerModel:
     # When it is predicted to have served what this router sent others to fetch from it.
     serves_until: float = float("-inf")
     adapters: WorkerAdapters = NO_ADAPTERS
+    # What this router tells others of the worker, and was told; None where no router is told anything.
+    share: WorkerShare | None = None
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
 
@@ -218,6 +221,8 @@ class WorkerModel:
         if most_output:
             self._outstanding.limited += sequences
             self._outstanding.most_output += most_output
+        if self.share is not None:
+            self.share.set_own(self._outstanding.sequences, self._outstanding.prefill_tokens)
 
     def serve_fetch(self, seconds: float, now: float) -> None:
         """Count a fetch from this worker, behind those before it."""
@@ -238,6 +243,20 @@ class WorkerModel:
         """Sequences at the worker now, waiting ones included."""
         reported = self.load.running + self.load.waiting + self._since.sequences
         return max(reported, self._outstanding.sequences)
+
+    @property
+    def unreported(self) -> tuple[int, int]:
+        """Sequences, and prompt tokens to be computed, that other routers told of beyond what the heartbeats show.
+
+        Of two figures for the same load the greater one counts, so no sequence counts twice: what all routers have
+        outstanding here, and what the worker reported with what this router placed since. They change prices alone;
+        whether the worker is full, or too late for a deadline, follows from what it reports.
+        """
+        share, own = self.share, self._outstanding
+        if share is None or not (share.sequences or share.prefill_tokens):
+            return 0, 0
+        tokens = own.prefill_tokens + share.prefill_tokens - self.pending_prefill_tokens
+        return max(0, own.sequences + share.sequences - self.sequences), max(0, tokens)
 
     def has_batch_slot(self, sequences: int = 1) -> bool:
         """Return whether the batch has room for so many more sequences; beyond it they would wait at the worker."""

@@ -607,7 +607,7 @@ class Dispatcher:
         """Record the decision; set the placement, or the error that refuses the job."""
         self._settled += 1
         job = waiting.job
-        reasons = (*job.notes, *((BY_AGE,) if ticket.by_age else ()))
+        reasons = (*job.notes, *((BY_AGE,) if ticket.by_age else ()), *choice.decision.reasons)
         figures = (*choice.decision.figures, *job.figures)
         decision = replace(choice.decision, tenant=job.owner, reasons=reasons, figures=figures)
         if job.moved_because:

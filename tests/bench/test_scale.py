@@ -26,5 +26,7 @@ def test_each_number_of_workers_and_routers_has_its_figures() -> None:
     assert all(figures[f"busiest_{each}"] >= 1 for each in levels)
     # Prompts have four blocks and outputs four; the last token is never written.
     assert all(figures[f"index_entries_{each}"] <= 7 * 80 for each in levels)
+    ratio = figures["ttft_p99_ms_70_2"] / figures["ttft_p99_ms_70_1"]
+    assert figures["p99_ratio_2_routers_70"] == pytest.approx(ratio)
     assert figures["hit_share_2_1"] > figures["hit_share_70_1"]
     assert figures["index_bytes"] > 0
