@@ -103,6 +103,7 @@ from router.observe.vllm_names import Held, VllmNames
 from router.placement.adapters import AdapterNames
 from router.placement.admission import AdmissionLimiter, AdmissionLimits
 from router.placement.routing import Router
+from router.placement.shared_load import SharedLoad
 from router.requests.dispatcher import Dispatcher
 from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
@@ -114,6 +115,7 @@ from router.tenants.tenancy import Caller, TenantQuotas
 from router.workers.adapters import PoolAdapters
 from router.workers.client import RouterIdentity
 from router.workers.discovery import Discovery, DiscoveryState
+from router.workers.load_sharing import LoadSharing
 from router.workers.pool import WorkerPool
 from router.workers.readiness import Readiness
 
@@ -128,7 +130,9 @@ _DISCOVERY: Final = "discovery"
 _HISTORY: Final = "history of figures"
 # While it fails, batches stand still.
 _BATCHES: Final = "batches"
-_ASIDE: Final = frozenset({_DISCOVERY, _HISTORY, _BATCHES})
+# While it fails, this router hears of other routers' load by heartbeats alone.
+_SHARING: Final = "load of other routers"
+_ASIDE: Final = frozenset({_DISCOVERY, _HISTORY, _BATCHES, _SHARING})
 
 
 class RouterProcess:
@@ -212,6 +216,7 @@ class RouterProcess:
         )
         self._clients = self._redis_clients()
         self._discovery: Discovery | None = None
+        self._sharing: LoadSharing | None = None
         self._index: PrefixIndex = NoPrefixIndex()
         if self._clients is not None:
             for_lookups, for_discovery = self._clients
@@ -219,6 +224,10 @@ class RouterProcess:
             self._discovery = Discovery(for_discovery, self.pool, clock, settings.lease_ttl, rules)
             count = self._metrics.looked_up
             self._index = RedisPrefixIndex(for_lookups, self.pool, clock, settings.index_timeout, count=count)
+            shared, noticed = SharedLoad(router.incarnation), self._metrics.noticed
+            self._sharing = LoadSharing(for_discovery, self.pool, shared, clock, rules.key, noticed)
+            self.pool.share_load(shared)
+            self._metrics.watch_others(lambda: shared.others)
         self._redis = DiscoveryState(self._discovery, self.supervisor, _DISCOVERY)
         self._metrics.watch_workers(self.pool, self._redis)
 
@@ -452,6 +461,8 @@ class RouterProcess:
         self.supervisor.run_task("traces of kept requests", self._tail.run)
         if self._discovery is not None:
             self.supervisor.run_task(_DISCOVERY, self._discovery.run)
+        if self._sharing is not None:
+            self.supervisor.run_task(_SHARING, self._sharing.run)
         if (batches := self._batches) is not None:
             self._batching = self.supervisor.run_task(_BATCHES, partial(batches.runner.run, app))
         if isinstance(self._authenticator, TenantDirectory):

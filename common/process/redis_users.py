@@ -25,10 +25,11 @@ _RULES: Final = {
     # The scripts of kvmanager/index, with the commands inside them, and the list of workers.
     MANAGER: f"resetkeys ~quire:* ~{{quire:* -@all {_CONNECT} +get +set +mget +del +exists +hget +hset +sadd +srem "
     "+srandmember +eval +evalsha +script|load",
-    # The router reads, and writes the stored responses of router/api/openai/responses/store.py alone.
-    ROUTER: f"resetkeys %R~quire:* %R~{{quire:* ~quire-responses:* -@all {_CONNECT} +getrange +hmget +hstrlen +scard "
-    "+srandmember +memory|usage +eval_ro +eval +time +get +set +del +hget +hset +hdel +incrby +decrby +zadd +zrem "
-    "+zcard +zscore +zincrby +zrange +zrangebyscore +zrevrange",
+    # The router reads. It writes the stored responses of router/api/openai/responses/store.py, and the notices of
+    # router/workers/load_sharing.py, alone.
+    ROUTER: f"resetkeys %R~quire:* %R~{{quire:* ~quire-responses:* ~quire-load:* -@all {_CONNECT} +getrange +hmget "
+    "+hstrlen +scard +srandmember +memory|usage +eval_ro +eval +time +get +set +del +hget +hset +hdel +incrby +decrby "
+    "+zadd +zrem +zcard +zscore +zincrby +zrange +zrangebyscore +zrevrange +xadd +xread +pexpire",
     # People: all data, and no settings. No service has this password.
     OPERATOR: "~* &* +@all -@admin",
 }

@@ -35,6 +35,8 @@ OTHER: Final = "other"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Outcomes of a lookup in the prefix index: an answer, a part of it in time, none, or skipped after many failures.
 LOOKUPS = ("answered", "cut", "failed", "skipped")
+# What became of notices by which routers tell each other of their load.
+NOTICES = ("sent", "taken", "refused", "failed")
 # The phases before a request has blocks.
 _QUEUE = (Phase.READING, Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT, Phase.BLOCKS, Phase.FETCH, Phase.MANAGER_AWAY)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
@@ -75,6 +77,9 @@ class RouterMetrics:
         self._lookups = Counter(
             "quire:prefix_lookups", "lookups in the prefix index by outcome", ["outcome"], registry=registry
         )
+        self._notices = Counter(
+            "quire:load_notices", "notices of load between routers by outcome", ["outcome"], registry=registry
+        )
         self.kept = Counter(
             "quire:kept_requests", "requests that a tail rule keeps for `quire why`", ["rule"], registry=registry
         )
@@ -105,6 +110,8 @@ class RouterMetrics:
         self.of("")
         for outcome in LOOKUPS:
             self._lookups.labels(outcome)
+        for outcome in NOTICES:
+            self._notices.labels(outcome)
         for rule in Rule:
             self.kept.labels(rule.value)
             self.left_out.labels(rule.value)
@@ -124,6 +131,15 @@ class RouterMetrics:
             ("prefix_index_connected", "1 while Redis answers, asked every second", lambda: redis.connected),
         ):
             Gauge(f"quire:{name}", help_, registry=self._registry).set_function(read)
+
+    def watch_others(self, others: Callable[[], int]) -> None:
+        """Read this gauge whenever metrics are exposed."""
+        gauge = Gauge("quire:other_routers", "other routers that tell this one of their load", registry=self._registry)
+        gauge.set_function(others)
+
+    def noticed(self, outcome: str) -> None:
+        """Count a notice of load; `outcome` is one of NOTICES."""
+        self._notices.labels(outcome).inc()
 
     def looked_up(self, outcome: str) -> None:
         """Count a lookup in the prefix index; `outcome` is one of LOOKUPS."""

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -137,6 +137,7 @@ class WorkerShare:
         """Note what this router has outstanding there by now."""
         self.own = Told(max(0, sequences), max(0, prefill_tokens))
         self.pool.changed[self.key] = self
+        self.pool.on_change()
 
 
 @dataclass(slots=True)
@@ -157,6 +158,8 @@ class SharedLoad:
         self.router = router[:ROUTER_BYTES].ljust(ROUTER_BYTES, b"\0")
         # Workers whose own figures changed since the last notice.
         self.changed: dict[bytes, WorkerShare] = {}
+        # Called when own figures change.
+        self.on_change: Callable[[], object] = lambda: None
         # Rises when workers change homes.
         self.moves = 0
         self._shares: dict[bytes, WorkerShare] = {}

@@ -17,6 +17,7 @@ from common.contracts.types import KvGroupKind, PoolIdentity
 from common.rpc.server import Dial, open_channel
 from router.contracts.identity import adopt, differences
 from router.placement.adapters import AdapterNames, WorkerAdapters
+from router.placement.shared_load import SharedLoad
 from router.placement.worker_model import Load, WorkerModel, WorkerState
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import WorkerFacts
@@ -92,6 +93,11 @@ class WorkerPool:
         self._models: list[WorkerModel] | None = None
         self._migrating: set[WorkerClient] = set()
         self._adapter_names = adapter_names or AdapterNames()
+        self._shared: SharedLoad | None = None
+
+    def share_load(self, shared: SharedLoad) -> None:
+        """Tell other routers of the load at workers that connect from now on, and be told."""
+        self._shared = shared
 
     def listen(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
@@ -124,11 +130,18 @@ class WorkerPool:
         if member is None:
             return
         self._models = None
+        self._leave_share(member)
         self._migrating.discard(member.client)
         member.client.abandon("the router uses it no longer", broken=False)
         if member.task is not None:
             self._leave(member, member.task)
         self._forget_cache(member)
+
+    def _leave_share(self, member: Member) -> None:
+        """Tell the others that this router has nothing more at a worker, whatever its sequences still release."""
+        if self._shared is not None and member.model is not None and member.model.share is not None:
+            self._shared.leave(member.model.share)
+            member.model.share = None
 
     def _leave(self, member: Member, task: asyncio.Task[None]) -> None:
         """End a connection when its worker has read the last messages: what is not cancelled runs on as orphans.
@@ -287,6 +300,8 @@ class WorkerPool:
             heartbeat_at=now,
             manager_patience=self._manager_patience,
         )
+        if self._shared is not None:
+            member.model.share = self._shared.join(facts.worker_id, facts.incarnation)
         self._models = None
         member.state, member.reason = WorkerState.CONNECTED, ""
         member.logged_reasons.clear()
@@ -333,6 +348,7 @@ class WorkerPool:
         mismatched = isinstance(error, IdentityMismatch)
         state = WorkerState.MISMATCHED if mismatched else WorkerState.CONNECTING
         self._log_absence(member, error)
+        self._leave_share(member)
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
         self._models = None
         self._migrating.discard(client)

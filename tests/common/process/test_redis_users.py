@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from common.process.redis_users import RedisUrls, RedisUsers, write_secrets
 from kvmanager.contracts.ports import IndexCall, IndexUnavailable, WorkerEntry
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from router.api.openai.responses.store import RedisStore, StoreLimits
+from router.placement.shared_load import SharedLoad
 from router.requests.redis_prefix_index import RedisPrefixIndex
+from router.workers.load_sharing import LoadSharing, load_key
 from tests.support.debian_redis import INSTALLED, NOT_INSTALLED, DebianRedis, redis_leaf
 from tests.support.router.known_router import KnownRouter
 
@@ -90,6 +93,22 @@ async def test_the_router_keeps_responses(server: LocalRedis) -> None:
             with pytest.raises(NoPermissionError):
                 await manager.get("quire-responses:held")
         assert await store.delete("c", "second")
+    finally:
+        await client.aclose()
+
+
+async def test_routers_tell_each_other_of_their_load(server: LocalRedis) -> None:
+    client, clock = open_redis(server.urls.router, PATIENCE_S, ca_of(server)), SystemClock()
+    pool = KnownRouter(replace(IDENTITY, arithmetic="a", pooling="none"))
+    first, second = SharedLoad(b"a" * 8), SharedLoad(b"b" * 8)
+    try:
+        first.join("w0", b"i").set_own(3, 120)
+        await LoadSharing(client, pool, first, clock).exchange()
+        await LoadSharing(client, pool, second, clock).exchange()
+        assert second.join("w0", b"i").sequences == 3
+        async with Redis.from_url(server.urls.manager, **redis_tls(ca_of(server))) as manager:
+            with pytest.raises(NoPermissionError):
+                await manager.xadd(load_key(pool.identity.namespace), {"n": b"forged"})
     finally:
         await client.aclose()
 

@@ -14,6 +14,7 @@ from common.contracts.clock import ManualClock, SystemClock
 from common.contracts.errors import Unavailable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.draining import _LAST_REPLIES_S
+from router.placement.shared_load import Notice, SharedLoad, Told, worker_key
 from router.placement.worker_model import Capacity, WorkerModel, WorkerState
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
@@ -80,6 +81,30 @@ async def test_workers_that_come_and_go_under_new_names_leave_nothing_behind() -
         pool.remove(address)
     assert caches.lost == [f"w{number}" for number in range(20)]
     assert not pool.members()
+    await pool.aclose()
+
+
+@pytest.mark.parametrize("leaves", ["disconnects", "is removed"])
+async def test_what_was_at_a_worker_that_leaves_is_told_to_be_over_whatever_is_released_later(leaves: str) -> None:
+    pool, shared = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK), SharedLoad(b"a" * 8)
+    pool.share_load(shared)
+    pool.add_worker("127.0.0.1:1")
+    (member,) = pool.members()
+    key = worker_key("w0", b"a" * 16)
+    pool.connected(member.client, facts("w0", b"a" * 16))
+    model = member.model
+    assert model is not None
+    shared.tell(0.0)
+    model.placed(2, 100, 4)
+    assert shared.tell(0.1) == Notice(b"a" * 8, 2, False, {key: Told(2, 100)})
+    if leaves == "disconnects":
+        pool.disconnected(member.client, Unavailable("gone"))
+    else:
+        pool.remove("127.0.0.1:1")
+    assert shared.tell(0.2) == Notice(b"a" * 8, 3, False, {key: Told(0, 0)})
+    model.placed(-2, -100, -4)
+    assert shared.tell(0.3) is None
+    assert shared.tell(5.0) == Notice(b"a" * 8, 4, True, {})
     await pool.aclose()
 
 
