@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import grpc
+import httpx
 import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
+from cli.suite.programs import metrics_addresses
 from cli.suite.stack import StackOptions
 from common.rpc.server import open_channel
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -76,6 +78,32 @@ async def test_every_router_serves_and_any_of_them_knows_what_all_decided(suite:
             records = await records_of(decisions, outcome.admitted.request_id)
             assert [record.kind for record in records] == ["admission", "routing", "outcome"]
             await assert_whole_trace(decisions, outcome.admitted.request_id)
+
+
+async def notices_of(address: str) -> dict[str, float]:
+    """Return how many routers one router hears, and what became of their notices."""
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(f"http://{address}/metrics", timeout=PATIENCE)).text
+    found = (
+        line.split() for line in page.splitlines() if line.startswith(("quire:other_routers", "quire:load_notices_t"))
+    )
+    return {name: float(value) for name, value in found}
+
+
+async def test_every_router_hears_of_the_load_of_the_others(suite: Suite) -> None:
+    addresses = metrics_addresses(suite.stack.options)
+    assert len(addresses) == ROUTERS
+
+    async def heard() -> list[dict[str, float]]:
+        return [await notices_of(each) for each in addresses]
+
+    def all_hear(found: list[dict[str, float]]) -> bool:
+        taken = [each['quire:load_notices_total{outcome="taken"}'] for each in found]
+        return [each["quire:other_routers"] for each in found] == [ROUTERS - 1] * ROUTERS and min(taken) > 0
+
+    found = await until(heard, all_hear, every=0.05, seconds=PATIENCE)
+    wrong = [each[f'quire:load_notices_total{{outcome="{name}"}}'] for each in found for name in ("refused", "failed")]
+    assert wrong == [0.0] * len(wrong)
 
 
 async def read(channel: grpc.aio.Channel, request: pb.GenerateRequest, outcome: Outcome, go: asyncio.Event) -> None:
