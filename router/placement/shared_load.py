@@ -16,9 +16,9 @@ import hashlib
 import hmac
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 # Of a router that stands still, or is gone: seconds until what it told counts no more.
 FORGET_S = 3.0
@@ -41,8 +41,7 @@ _LONGEST_ENTRY: Final = 64
 MAX_NOTICE_BYTES: Final = _SIGNATURE_BYTES + _HEADER.size + MAX_TOLD_WORKERS * _LONGEST_ENTRY
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What a router has outstanding at a worker: sequences, and those tokens of their prompts that wait."""
 
     sequences: int
@@ -105,10 +104,11 @@ def unpack_notice(value: bytes, key: bytes | None = None) -> Notice:
         raise ValueError(f"its entries have {entries} bytes, which are no whole number of {size} bytes each")
     if entries // size > MAX_TOLD_WORKERS:
         raise ValueError(f"it names {entries // size} workers; at most {MAX_TOLD_WORKERS} were expected")
-    workers = dict[bytes, Told]()
-    for place in range(_HEADER.size, len(body), size):
-        worker, sequences, prefill_tokens = _ENTRY.unpack_from(body, place)
-        workers[worker] = Told(sequences, prefill_tokens)
+    if size == _ENTRY.size:
+        found = list(_ENTRY.iter_unpack(memoryview(body)[_HEADER.size :]))
+    else:
+        found = [_ENTRY.unpack_from(body, place) for place in range(_HEADER.size, len(body), size)]
+    workers = {worker: Told(sequences, prefill_tokens) for worker, sequences, prefill_tokens in found}
     return Notice(router, number, bool(flags & _WHOLE), workers)
 
 
@@ -227,36 +227,35 @@ class SharedLoad:
         if notice.number <= other.number:
             return False
         other.number, other.heard_at = notice.number, now
-        gone = [key for key in other.workers if key not in notice.workers] if notice.whole else ()
-        for key in gone:
-            self._set(other, key, NOTHING)
-        for key, told in notice.workers.items():
-            self._set(other, key, told)
+        if notice.whole:
+            self._set(other, [(key, NOTHING) for key in other.workers if key not in notice.workers])
+        self._set(other, notice.workers.items())
         if other.workers:
             other.works_until = now + FORGET_S
         self._divide(now)
         return True
 
-    def _set(self, other: _Router, key: bytes, told: Told) -> None:
-        before = other.workers.get(key, NOTHING)
-        if told == before:
-            return
-        if told == NOTHING:
-            del other.workers[key]
-        elif before != NOTHING or len(other.workers) < MAX_TOLD_WORKERS:
-            other.workers[key] = told
-        else:
-            return
-        if (share := self._shares.get(key)) is not None:
-            share.sequences += told.sequences - before.sequences
-            share.prefill_tokens += told.prefill_tokens - before.prefill_tokens
+    def _set(self, other: _Router, told: Iterable[tuple[bytes, Told]]) -> None:
+        known, shares = other.workers, self._shares
+        for key, now in told:
+            before = known.get(key, NOTHING)
+            if now == before:
+                continue
+            if now == NOTHING:
+                del known[key]
+            elif key in known or len(known) < MAX_TOLD_WORKERS:
+                known[key] = now
+            else:
+                continue
+            if (share := shares.get(key)) is not None:
+                share.sequences += now[0] - before[0]
+                share.prefill_tokens += now[1] - before[1]
 
     def expire(self, now: float) -> None:
         """Forget the routers that have told nothing for FORGET_S."""
         for router in [key for key, other in self._others.items() if now - other.heard_at >= FORGET_S]:
             other = self._others.pop(router)
-            for key in list(other.workers):
-                self._set(other, key, NOTHING)
+            self._set(other, [(key, NOTHING) for key in other.workers])
         self._divide(now)
 
     # ------------------------------------------------------------ homes

@@ -30,3 +30,6 @@ def test_each_number_of_workers_and_routers_has_its_figures() -> None:
     assert figures["p99_ratio_2_routers_70"] == pytest.approx(ratio)
     assert figures["hit_share_2_1"] > figures["hit_share_70_1"]
     assert figures["index_bytes"] > 0
+    assert 0 < figures["share_redis_us"] < figures["share_call_redis_us"]
+    assert 0 < figures["share_router_us"] < figures["share_call_us"]
+    assert figures["share_stream_kib"] > 0
