@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from common.contracts.types import TENANT_CANDIDATE, Candidate, Decision, DecisionKind, ShortfallReason
 from router.observe.diagnosis.outcome import Outcome, outcome_of
+from router.placement.routing import OTHERS_CHANGED
 
 RecordT = TypeVar("RecordT")
 
@@ -32,12 +33,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice of a worker; `moved_because` says why the request left its last one."""
+    """The choice of a worker; `moved_because` says why the request left its last one.
+
+    `by_others` is how what other routers told changed the choice.
+    """
 
     time_ns: int
     worker: str
     options: tuple[Option, ...]
     moved_because: str = ""
+    by_others: str = ""
 
     @property
     def chosen(self) -> Option | None:
@@ -239,7 +244,8 @@ def _placement(decision: Decision) -> Placement:
         ]
     )
     moved = _first(decision.reasons) if decision.kind is DecisionKind.MIGRATION else ""
-    return Placement(decision.time_ns, decision.chosen, options, moved)
+    by_others = next((each for each in decision.reasons if each.startswith(OTHERS_CHANGED)), "")
+    return Placement(decision.time_ns, decision.chosen, options, moved, by_others)
 
 
 def _queued(decision: Decision) -> Queued:

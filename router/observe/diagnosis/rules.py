@@ -67,12 +67,13 @@ def _placed(placement: Placement) -> str:
     chosen = placement.chosen
     if chosen is None or chosen.cost is None:
         return f"{why}no worker was chosen: {placement.worker}"
-    others = sorted(
+    rest = sorted(
         (each for each in placement.options if each is not chosen),
         key=lambda each: (each.cost if each.cost is not None else float("inf"), each.worker),
     )
-    against = f"; {listed([_option(each) for each in others])}" if others else ""
-    return f"{why}goes to {placement.worker}, the least predicted: {_option(chosen)}{against}"
+    against = f"; {listed([_option(each) for each in rest])}" if rest else ""
+    others = f"; {placement.by_others}" if placement.by_others else ""
+    return f"{why}goes to {placement.worker}, the least predicted: {_option(chosen)}{against}{others}"
 
 
 def _option(option: Option) -> str:

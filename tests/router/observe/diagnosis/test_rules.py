@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
 from common.contracts.lease import AHEAD_REASON, FETCH_REASON, PARTIAL_REASON, RETENTION_REASON
+from common.contracts.turns import BY_AGE
 from common.contracts.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.contracts.refusals import FAULTS, Refusal, refusal_record, wrong_request_record
 from router.observe.diagnosis.causes import Cause
@@ -17,6 +18,7 @@ from router.observe.diagnosis.outcome import Outcome, Phase, figures_of, outcome
 from router.observe.diagnosis.request_history import request_history
 from router.observe.diagnosis.rules import diagnose
 from router.observe.diagnosis.verdict import Diagnosis, advised
+from router.placement.routing import OTHERS_CHANGED
 
 R = "r1"
 CALM = Outcome(
@@ -725,6 +727,13 @@ def test_a_choice_says_what_its_worker_was_to_fetch() -> None:
         "goes to w0, the least predicted: w0 100 ms, 2 hit blocks, 47 blocks to fetch in 31 ms; "
         "w1 900 ms, 49 hit blocks"
     )
+
+
+def test_a_choice_says_that_the_placements_of_other_routers_changed_it() -> None:
+    told = f"{OTHERS_CHANGED} w1: they add 0.250 s there, and it was cheaper by 0.100 s"
+    decision = replace(routed(option("w0", 0.2), option("w1", 0.35, 9)), reasons=(BY_AGE, told))
+    found = diagnose(request_history(R, [decision, ended(Outcome())]))
+    assert found.steps[0].sentence == (f"goes to w0, the least predicted: w0 200 ms; w1 350 ms, 9 hit blocks; {told}")
 
 
 def test_a_wait_for_the_disk_is_told_with_what_computing_would_take() -> None:
