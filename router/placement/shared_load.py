@@ -22,8 +22,9 @@ from typing import Final, NamedTuple
 
 # Of a router that stands still, or is gone: seconds until what it told counts no more.
 FORGET_S = 3.0
-# Seconds between two notices that name all workers, and so end what a lost one left.
-WHOLE_EVERY_S = 1.0
+# Seconds between two notices that name all workers, and so end what a lost one left: less than between two calls of a
+# router that is alone.
+WHOLE_EVERY_S = 0.9
 MAX_ROUTERS = 64
 # Workers in one notice, and of one router: as many as discovery finds.
 MAX_TOLD_WORKERS = 1024

@@ -338,7 +338,7 @@ class Ways(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened: once the dead are forgotten and one whole notice of each came, all is right."""
-        self.now += FORGET_S
+        self.now += FORGET_S + 1.0
         self.third.expire(self.now)
         for shared, _ in self.routers:
             said = shared.tell(self.now)
