@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 EXCHANGE_S = 0.01
 QUIET_S = 0.5
 ALONE_S = 1.0
+# Where Redis is slow: between an answer and the next call.
+_LEAST_PAUSE_S: Final = 0.001
 # Seconds without news until a router is quiet.
 _NEWS_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
@@ -98,10 +100,11 @@ class LoadSharing:
     async def run(self) -> None:
         """Tell and hear until this task is cancelled."""
         while True:
+            began = self._clock.monotonic()
             self._stirred.clear()
             await self.exchange()
             if (pause := self.pause()) == EXCHANGE_S:
-                await asyncio.sleep(pause)
+                await asyncio.sleep(max(_LEAST_PAUSE_S, began + pause - self._clock.monotonic()))
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick(self._clock.monotonic(), pause)):
