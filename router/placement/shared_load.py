@@ -238,19 +238,19 @@ class SharedLoad:
 
     def _set(self, other: _Router, told: Iterable[tuple[bytes, Told]]) -> None:
         known, shares = other.workers, self._shares
-        for key, now in told:
+        for key, after in told:
             before = known.get(key, NOTHING)
-            if now == before:
+            if after == before:
                 continue
-            if now == NOTHING:
+            if after == NOTHING:
                 del known[key]
             elif key in known or len(known) < MAX_TOLD_WORKERS:
-                known[key] = now
+                known[key] = after
             else:
                 continue
             if (share := shares.get(key)) is not None:
-                share.sequences += now[0] - before[0]
-                share.prefill_tokens += now[1] - before[1]
+                share.sequences += after.sequences - before.sequences
+                share.prefill_tokens += after.prefill_tokens - before.prefill_tokens
 
     def expire(self, now: float) -> None:
         """Forget the routers that have told nothing for FORGET_S."""

@@ -9,6 +9,7 @@ const TERMS = [
   ["fetch", "Fetch", "c-shared"],
   ["prefill", "Prefill", "c-sealed"],
   ["decode_pressure", "Output", "c-leased"],
+  ["unseen", "Other router's home", "c-pending"],
 ];
 const SIDE = 300;
 const EDGE = 62;
