@@ -296,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress(f"{workers} workers, {routers} routers")
             level = replayed(workers, routers, args.requests or 100 * workers, args.rate, sharing)
             figures |= {f"{name}_{workers}_{routers}": value for name, value in level.items()}
-            if alone := figures.get(f"ttft_p99_ms_{workers}_1"):
+            alone = figures.get(f"ttft_p99_ms_{workers}_1")
+            if alone and routers > 1:
                 figures[f"p99_ratio_{routers}_routers_{workers}"] = level["ttft_p99_ms"] / alone
     if args.entries:
         figures["index_bytes"], figures["index_write_us"] = asyncio.run(index_costs(args.entries))
