@@ -181,8 +181,8 @@ class Step {
   void add_parts(Member& me, int64_t rows, float* out, bool adds) {
     const quire_ranks& ranks = *model_.ranks;
     const uint32_t turn = me.turn++;
-    me.team.phase(1, [&](int64_t) { meet_ranks(ranks); });
     const int64_t size = model_.hidden;
+    me.team.phase(1, [&](int64_t) { meet_ranks(ranks, rows * size); });
     me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
       float* to = out + row * size;
       const float *first = part_of_rank(ranks, turn, 0) + row * size, *second = part_of_rank(ranks, turn, 1) + row * size;
@@ -389,7 +389,7 @@ class Step {
       own[2 * token] = dot(query, query, queries);
       own[2 * token + 1] = dot(query + queries, query + queries, keys);
     });
-    me.team.phase(1, [&](int64_t) { meet_ranks(ranks); });
+    me.team.phase(1, [&](int64_t) { meet_ranks(ranks, 2 * rows); });
     const float count = static_cast<float>(queries * ranks.size);
     const float key_count = static_cast<float>(keys * ranks.size);  // copies count on both sides of the mean
     me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
@@ -833,7 +833,7 @@ class Step {
     }
     if (ranks) {
       ++me.turn;
-      me.team.phase(1, [&](int64_t) { meet_ranks(*ranks); });
+      me.team.phase(1, [&](int64_t) { meet_ranks(*ranks, 0, run_.num_keep); });
     }
     me.clock.mark(QUIRE_PHASE_HEAD);
   }

@@ -8,6 +8,9 @@
 // Where a product adds up over ranks, each writes its part, meets the others, and adds up all parts in the order of ranks.
 // So every rank has the same numbers to the bit, whoever came first. Two sets of parts take turns: who meets for one set
 // has read the other.
+//
+// Ranks of other hosts have slots here, too. A process of this host fills them and moves the counters of those ranks on
+// (gpuworker/plane/rank_bridge.py), so a step does not know where a rank runs.
 #pragma once
 
 #include "quire_cpu.h"
@@ -25,11 +28,15 @@ typedef struct {
   uint32_t begun;     // of rank 0: the steps whose tokens it has given
   uint32_t beats;     // goes up while the process runs (gpuworker/plane/rank_watch.py)
   uint32_t serving;   // of rank 0: whether a rank that stands still ends the worker
-  uint32_t reserved[11];
+  uint32_t floats;    // of its part, that it has written for the meeting
+  uint32_t rows;      // of logits, whose columns it has written for the meeting
+  uint32_t reserved[9];
 } quire_rank_counters;
 
 typedef struct {
   quire_rank_counters ranks[QUIRE_MAX_RANKS];
+  uint32_t tokens, kept, hidden, vocab;  // what the sizes behind it follow from; each rank writes the same
+  uint32_t reserved[12];
 } quire_rank_board;
 
 // What one process knows of the ranks. The vocabulary is cut for the embedding and the last linear: this rank has rows
@@ -55,6 +62,15 @@ QUIRE_API quire_beat *quire_beat_start(quire_rank_board *board, int32_t rank, do
 
 // Ends the thread.
 QUIRE_API void quire_beat_stop(quire_beat *);
+
+enum quire_rank_counter { QUIRE_MET = 0, QUIRE_BEGUN = 1 };
+
+// Waits until a counter of `count` ranks from `first` on has reached `wanted`, some tenths of a second at most. Returns
+// whether it has.
+QUIRE_API int32_t quire_ranks_await(quire_rank_board *, int32_t first, int32_t count, int32_t counter, uint32_t wanted);
+
+// Moves a counter of ranks that run elsewhere on by one, after what was written for them.
+QUIRE_API void quire_ranks_advance(quire_rank_board *, int32_t first, int32_t count, int32_t counter);
 
 #ifdef __cplusplus
 }

@@ -16,6 +16,12 @@ struct quire_beat {
   std::thread thread;
 };
 
+namespace {
+
+uint32_t& counter_of(quire_rank_counters& rank, int32_t counter) { return counter == QUIRE_MET ? rank.met : rank.begun; }
+
+}  // namespace
+
 extern "C" {
 
 int64_t quire_ranks_bytes(void) { return sizeof(quire_ranks); }
@@ -47,6 +53,21 @@ void quire_beat_stop(quire_beat* beat) {
   }
   beat->thread.join();
   delete beat;
+}
+
+int32_t quire_ranks_await(quire_rank_board* board, int32_t first, int32_t count, int32_t counter, uint32_t wanted) {
+  for (int32_t r = first; r < first + count; ++r) {
+    quire_rank_counters& rank = board->ranks[r];
+    if (!quire::wait_for_rank(rank, counter_of(rank, counter), wanted, true)) return 0;
+  }
+  return 1;
+}
+
+void quire_ranks_advance(quire_rank_board* board, int32_t first, int32_t count, int32_t counter) {
+  for (int32_t r = first; r < first + count; ++r) {
+    quire_rank_counters& rank = board->ranks[r];
+    quire::advance_rank(rank, counter_of(rank, counter));
+  }
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Meetings of the ranks of one host (quire_ranks.h). One thread of a rank calls these functions at a time.
+// Meetings of ranks (quire_ranks.h). One thread of a rank calls these functions at a time.
 #pragma once
 
 #include <algorithm>
@@ -34,20 +34,23 @@ inline void wake_shared(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// Waits until a counter of another rank has reached `wanted`; counters wrap around.
-inline void wait_for_rank(quire_rank_counters& of, uint32_t& counter, uint32_t wanted) {
+// Waits until a counter of another rank has reached `wanted`; counters wrap around. Gives up where that is asked for,
+// after a tenth of a second, and returns false then.
+inline bool wait_for_rank(quire_rank_counters& of, uint32_t& counter, uint32_t wanted, bool gives_up = false) {
   std::atomic<uint32_t>& word = shared_word(counter);
   const auto is_there = [&] { return static_cast<int32_t>(word.load(std::memory_order_acquire) - wanted) >= 0; };
   for (int spin = 0; spin < kRankSpins; ++spin) {
-    if (is_there()) return;
+    if (is_there()) return true;
     relax();
   }
   std::atomic<uint32_t>& sleepers = shared_word(of.sleepers);
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   for (uint32_t seen; static_cast<int32_t>((seen = word.load(std::memory_order_seq_cst)) - wanted) < 0;) {
     sleep_on_shared(word, seen);
+    if (gives_up) break;
   }
   sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return is_there();
 }
 
 // Moves a counter of this rank on, after what it wrote before.
@@ -58,9 +61,12 @@ inline uint32_t advance_rank(quire_rank_counters& own, uint32_t& counter) {
   return now;
 }
 
-// Waits until all ranks have come here; what each wrote before is visible to all then.
-inline void meet_ranks(const quire_ranks& ranks) {
+// Waits until all ranks have come here; what each wrote before is visible to all then. That is so many floats of its
+// part, or its columns of so many rows of logits, which rank 0 alone reads.
+inline void meet_ranks(const quire_ranks& ranks, int64_t floats, int64_t rows = 0) {
   quire_rank_counters* all = ranks.board->ranks;
+  all[ranks.rank].floats = static_cast<uint32_t>(floats);
+  all[ranks.rank].rows = static_cast<uint32_t>(rows);
   const uint32_t meeting = advance_rank(all[ranks.rank], all[ranks.rank].met);
   for (int32_t r = 0; r < ranks.size; ++r) {
     if (r != ranks.rank) wait_for_rank(all[r], all[r].met, meeting);

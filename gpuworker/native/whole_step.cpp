@@ -96,7 +96,7 @@ extern "C" int32_t quire_run_step(void* argument) {
   const int32_t status = quire_llama_forward(whole.model, &whole.parts, &run);
   if (status) {
     // Every rank refuses alike. Rank 0 may give no further tokens before all have read these.
-    if (ranks) quire::meet_ranks(*ranks);
+    if (ranks) quire::meet_ranks(*ranks, 0);
     return status;
   }
   move(whole.behind, whole.num_behind, whole.threads);
