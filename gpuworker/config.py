@@ -179,13 +179,21 @@ class EngineSettings(Settings):
     tensor_parallel_size: Count = Field(
         1,
         le=16,
-        description="processes that run one worker's model together on this host: each has its heads, its part of the "
+        description="processes that run one worker's model together: each has its heads, its part of the "
         "other weights, and its part of every block of K/V. On a CPU, for models with a forward of Quire's own; tokens "
-        "come through rank 0",
+        "come through rank 0. They are on this host, or shared out among hosts by WORLD_SIZE, RANK, MASTER_ADDR and "
+        "MASTER_PORT",
         json_schema_extra={"short": "-tp"},
     )
     rank_timeout: Seconds = Field(
         60.0, description="seconds in which the other ranks of a worker must come at its start"
+    )
+    rank_interface: str | None = Field(
+        None,
+        min_length=1,
+        max_length=15,
+        description="network interface, such as eth1, on which ranks of several hosts listen and nothing else does; "
+        "unset: loopback",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     cpu_level: CpuLevel = Field(

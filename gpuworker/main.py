@@ -401,7 +401,27 @@ def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int
 
     if settings.cpus is not None:
         bind(cpus_of(settings.cpus))
+    if preflight.follows_another_host(settings, os.environ):
+        return run_service("gpuworker", settings, partial(follow, settings))
     return run_service("gpuworker", settings, serve)
+
+
+async def follow(settings: GpuWorkerSettings) -> None:
+    """Run the ranks of this host beside those of rank 0's, which alone serves; end with it."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, os._exit, 128 + number)
+
+    def leave_to_first() -> None:
+        """From now on rank 0 drains, and the other ranks end behind it."""
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, lambda: None)
+
+    directory = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
+    preflight.refuse_impossible(settings, directory)
+    from gpuworker.plane.rank_follower import follow_first
+
+    await asyncio.to_thread(follow_first, settings, lambda: loop.call_soon_threadsafe(leave_to_first))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

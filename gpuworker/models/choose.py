@@ -51,7 +51,7 @@ from gpuworker.models.llama.weights import TensorOf, with_merged_experts, withou
 from gpuworker.models.self_test import SHORTEST, follow_self_test, self_test
 from gpuworker.models.threshold_test import beyond_thresholds
 from gpuworker.native import library as native
-from gpuworker.native.ranks import RankBoard, RankMemory, StepSizes
+from gpuworker.native.ranks import BoardSizes, RankBoard, RankMemory, StepSizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,9 +72,8 @@ class Ranks:
 
     def memory(self, shard: Shard) -> RankMemory:
         spec, place = shard.whole, self.place
-        return RankMemory(
-            self.board, place.rank, place.size, self.sizes, spec.hidden_size, spec.vocab_size, shard.tokens
-        )
+        sizes = BoardSizes(self.sizes, spec.hidden_size, spec.vocab_size, place.size)
+        return RankMemory(self.board, place.rank, sizes, shard.tokens)
 
 
 @dataclass(frozen=True, slots=True)

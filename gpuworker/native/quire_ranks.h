@@ -30,7 +30,8 @@ typedef struct {
   uint32_t serving;   // of rank 0: whether a rank that stands still ends the worker
   uint32_t floats;    // of its part, that it has written for the meeting
   uint32_t rows;      // of logits, whose columns it has written for the meeting
-  uint32_t reserved[9];
+  uint32_t given;     // of rank 0: the tokens of the step that it has begun
+  uint32_t reserved[8];
 } quire_rank_counters;
 
 typedef struct {

@@ -87,6 +87,7 @@ inline void share_tokens(const quire_ranks& ranks, int64_t* token_ids, int64_t c
   quire_rank_counters& own = ranks.board->ranks[ranks.rank];
   if (ranks.rank == 0) {
     std::copy(token_ids, token_ids + count, ranks.token_ids);
+    own.given = static_cast<uint32_t>(count);
     advance_rank(own, own.begun);
     return;
   }

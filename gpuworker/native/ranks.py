@@ -1,20 +1,24 @@
 """The memory that the ranks of one host share (gpuworker/native/quire_ranks.h), on a file without a name.
 
+It has slots for ranks of other hosts, too; `HostRanks` is what a process fills these by.
+
 Each rank maps all of it. Pages that no step has touched take no memory, so it is sized for the largest step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 MAX_RANKS: Final = 16
 _LINE: Final = 64
+_WORD: Final = 2**32 - 1
 _int32, _int64, _uint32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p
 
 
@@ -22,15 +26,19 @@ class CountersStruct(ctypes.Structure):
     """quire_rank_counters."""
 
     _fields_ = (
-        *((name, _uint32) for name in ("met", "sleepers", "begun", "beats", "serving")),
-        ("reserved", _uint32 * 11),
+        *((name, _uint32) for name in ("met", "sleepers", "begun", "beats", "serving", "floats", "rows", "given")),
+        ("reserved", _uint32 * 8),
     )
 
 
 class BoardStruct(ctypes.Structure):
     """quire_rank_board."""
 
-    _fields_ = (("ranks", CountersStruct * MAX_RANKS),)
+    _fields_ = (
+        ("ranks", CountersStruct * MAX_RANKS),
+        *((name, _uint32) for name in ("tokens", "kept", "hidden", "vocab")),
+        ("reserved", _uint32 * 12),
+    )
 
 
 class RanksStruct(ctypes.Structure):
@@ -85,6 +93,10 @@ class RankBoard:
     def serve(self) -> None:
         self.struct.ranks[0].serving = 1
 
+    def follow(self, rank: int, beats: int, serving: bool) -> None:
+        """Take over what a rank of another host says of itself."""
+        self.struct.ranks[rank].beats, self.struct.ranks[rank].serving = beats, serving
+
 
 class Beat:
     """A native thread that beats for a rank: a process that runs beats, whatever its Python code does."""
@@ -106,26 +118,109 @@ class Beat:
             self._stop(beat)
 
 
+@dataclass(frozen=True, slots=True)
+class BoardSizes:
+    """What decides where everything lies behind the board: the largest step, and the model's sizes."""
+
+    steps: StepSizes
+    hidden: int
+    vocab: int
+    ranks: int
+
+    @property
+    def part_floats(self) -> int:
+        return self.steps.rows * self.hidden
+
+    @property
+    def step_bytes(self) -> int:
+        """Of all ranks together, without logits."""
+        return 8 * self.steps.tokens + 4 * 2 * self.ranks * self.part_floats
+
+    def map(self, board: RankBoard) -> BoardMemory:
+        """Map all of the memory; the file grows to it. Raises OSError."""
+        ids = _rounded(ctypes.sizeof(BoardStruct))
+        parts = ids + _rounded(8 * self.steps.tokens)
+        logits = parts + _rounded(4 * 2 * self.ranks * self.part_floats)
+        end = logits + _rounded(4 * self.steps.kept * self.vocab)
+        mapped = _mapped(board.descriptor, end)
+
+        def tensor(dtype: torch.dtype, offset: int, *shape: int) -> torch.Tensor:
+            return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+        return BoardMemory(
+            tensor(torch.int64, ids, self.steps.tokens),
+            tensor(torch.float32, parts, 2, self.ranks, self.part_floats),
+            tensor(torch.float32, logits, self.steps.kept, self.vocab),
+        )
+
+
+class BoardMemory(NamedTuple):
+    """The memory behind the board, which the tensors keep."""
+
+    token_ids: torch.Tensor  # [tokens]
+    parts: torch.Tensor  # [2, ranks, part_floats]
+    logits: torch.Tensor  # [kept, vocab]
+
+
 class RankMemory:
     """What the steps of a model share with the other ranks; `struct` describes it to the library."""
 
-    def __init__(
-        self, board: RankBoard, rank: int, size: int, sizes: StepSizes, hidden: int, vocab: int, tokens: tuple[int, int]
-    ) -> None:
+    def __init__(self, board: RankBoard, rank: int, sizes: BoardSizes, tokens: tuple[int, int]) -> None:
         """`tokens` are those of the vocabulary that this rank has: from one to before another. Raises OSError."""
-        self.sizes, part = sizes, sizes.rows * hidden
-        used = _rounded(ctypes.sizeof(BoardStruct))
-        ids, used = used, used + _rounded(8 * sizes.tokens)
-        parts, used = used, used + _rounded(4 * 2 * size * part)
-        logits, used = used, used + _rounded(4 * sizes.kept * vocab)
-        self._map = _mapped(board.descriptor, used)
-        self.step_bytes = 8 * sizes.tokens + 4 * 2 * size * part
-        """Of all ranks together, without logits."""
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.logits = torch.frombuffer(self._map, dtype=torch.float32, count=sizes.kept * vocab, offset=logits)
-        self.logits = self.logits.view(sizes.kept, vocab)
+        self.sizes, self.step_bytes = sizes.steps, sizes.step_bytes
+        self._memory = memory = sizes.map(board)
+        self.logits = memory.logits
+        words = board.struct
+        words.tokens, words.kept = sizes.steps.tokens, sizes.steps.kept
+        words.hidden, words.vocab = sizes.hidden, sizes.vocab
         first, end = tokens
-        self.struct = RanksStruct(rank, size, base, base + ids, base + parts, part, first, end - first)
+        places = ctypes.addressof(board.struct), memory.token_ids.data_ptr(), memory.parts.data_ptr()
+        self.struct = RanksStruct(rank, sizes.ranks, *places, sizes.part_floats, first, end - first)
+        self._board = board
+
+
+MET: Final = 0
+BEGUN: Final = 1
+
+
+class HostRanks:
+    """The ranks of one host, as a process sees them that runs none and carries what they share to other hosts."""
+
+    def __init__(self, library: ctypes.CDLL, board: RankBoard, own: range, size: int) -> None:
+        """`own` are the ranks of this host, of `size` in all."""
+        self._await, self._advance = library.quire_ranks_await, library.quire_ranks_advance
+        self._await.argtypes, self._await.restype = (_pointer, _int32, _int32, _int32, _uint32), _int32
+        self._advance.argtypes, self._advance.restype = (_pointer, _int32, _int32, _int32), None
+        self.board, self.own, self.size = board, own, size
+        self.others = [each for each in (range(own.start), range(own.stop, size)) if each]
+        self._memory: tuple[BoardSizes, BoardMemory] | None = None
+
+    @property
+    def memory(self) -> BoardMemory:
+        """What the ranks share, once one of them has loaded."""
+        words = self.board.struct
+        sizes = BoardSizes(StepSizes(words.tokens, words.kept), words.hidden, words.vocab, self.size)
+        if self._memory is None or self._memory[0] != sizes:
+            self._memory = sizes, sizes.map(self.board)
+        return self._memory[1]
+
+    def have_come(self, ranks: range, counter: int, wanted: int) -> bool:
+        """Return whether all of these ranks have moved a counter so far; waits for a tenth of a second or two."""
+        place = ctypes.addressof(self.board.struct)
+        return bool(self._await(place, ranks.start, len(ranks), counter, wanted & _WORD))
+
+    def move_on(self, ranks: range, counter: int) -> None:
+        """Move a counter of ranks of other hosts on, after what was written for them."""
+        self._advance(ctypes.addressof(self.board.struct), ranks.start, len(ranks), counter)
+
+    def given(self) -> torch.Tensor:
+        """Return the tokens [T] of the step that rank 0 has begun."""
+        return self.memory.token_ids[: self.board.struct.ranks[0].given]
+
+    def written(self) -> tuple[int, int]:
+        """Return the floats of its part, and the rows of logits, that each rank has written for the meeting."""
+        first = self.board.struct.ranks[self.own.start]
+        return first.floats, first.rows
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:

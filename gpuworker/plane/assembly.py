@@ -45,7 +45,8 @@ from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
 from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
-from gpuworker.plane.rank_group import Begin, MemberProcess, RankGroup, StartMember, rank_threads, start_group
+from gpuworker.plane.rank_group import RankGroup, StartMember, rank_threads, start_group
+from gpuworker.plane.rank_rendezvous import MemberProcess
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
@@ -53,6 +54,7 @@ from gpuworker.runner.launcher import LauncherFactory, pooling_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.pooling import Pooler
+from gpuworker.runner.rank_messages import Begin
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.scheduling.draft_store import DraftStore
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS, Speculation

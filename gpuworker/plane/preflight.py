@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,7 @@ from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.native.levels import processor_flags, why_not
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from gpuworker.plane.draft_checks import draft_problems
+from gpuworker.plane.rank_hosts import Hosts
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(?::(\d+))?")
 # Addresses that a worker of a tiny model takes: torch and its libraries, transformers, the stacks of threads.
@@ -47,14 +48,14 @@ class Machine:
     processor: frozenset[str] = frozenset()  # its flags
     triton: str | None = None
     cpus: int | None = None  # that this process may use
-    world_size: str = ""  # of a launcher such as torchrun, or of a LeaderWorkerSet
+    launcher: Mapping[str, str] = field(default_factory=dict)  # variables, of torchrun or of a LeaderWorkerSet
 
     @classmethod
     def here(cls) -> Machine:
         torch = _version("torch")
         devices = 0 if torch is not None and torch.endswith("+cpu") else _cuda_devices()
         found = (available_bytes(), address_space(), processor_flags(), _version("triton"), len(allowed_cpus()))
-        return cls(torch, devices, *found, os.environ.get("WORLD_SIZE", ""))
+        return cls(torch, devices, *found, os.environ)
 
 
 def refuse_impossible(settings: GpuWorkerSettings, directory: Path) -> None:
@@ -70,8 +71,8 @@ def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, wor
     """
     if settings.simulate is not None:
         return []
-    found = [*_level_problems(settings.cpu_level, machine), *_thread_problems(settings, machine.cpus)]
-    found += _launcher_problems(settings, machine)
+    found = [*_level_problems(settings.cpu_level, machine), *_thread_problems(settings, machine)]
+    found += _launcher_problems(settings, machine, workers)
     of_draft = draft_problems(settings, directory, machine.available_bytes, workers)
     if why := why_not_served(read_config(directory), known_kinds()):
         found.append(FieldViolation("--model", why))
@@ -92,26 +93,49 @@ def _level_problems(level: str, machine: Machine) -> list[FieldViolation]:
     return [FieldViolation("--cpu-level", f"is {level}: {reason}; or leave it at auto")]
 
 
-def _thread_problems(settings: GpuWorkerSettings, cpus: int | None) -> Iterator[FieldViolation]:
+def _thread_problems(settings: GpuWorkerSettings, machine: Machine) -> Iterator[FieldViolation]:
     """Refuse more threads than cpus; with `--cpus` the settings did."""
-    threads = settings.threads or 0
-    ranks = settings.tensor_parallel_size
+    threads, cpus, size = settings.threads or 0, machine.cpus, settings.tensor_parallel_size
+    try:
+        hosts = Hosts.of(machine.launcher, size)
+    except InvalidConfig:
+        return  # a problem of its own
+    ranks = len(hosts.own_ranks(size)) * hosts.beside
     if settings.cpus is not None:
         cpus = len(cpus_of(settings.cpus))
     if cpus is not None and ranks > 1 and max(threads, 1) * ranks > cpus:
         each = f" with {threads} threads each" if threads > 1 else ""
-        what = f"is {ranks}{each}, and the worker may use {cpus} cpus here: ranks that share a cpu wait for each other"
-        yield FieldViolation("--tensor-parallel-size", f"{what}; use fewer ranks, or fewer --threads")
+        here = "" if ranks == size else f", {ranks} of them here"
+        what = f"is {size}{each}{here}, and the worker may use {cpus} cpus here"
+        why = "ranks that share a cpu wait for each other"
+        yield FieldViolation("--tensor-parallel-size", f"{what}: {why}; use fewer ranks, or fewer --threads")
     elif settings.cpus is None and cpus is not None and threads > cpus:
         what = f"is {threads}, and a process may use {cpus} cpus here: threads that share a cpu stall each other"
         yield FieldViolation("--threads", f"{what}; give at most {cpus}, or leave it out")
 
 
-def _launcher_problems(settings: GpuWorkerSettings, machine: Machine) -> Iterator[FieldViolation]:
-    """Refuse a place among processes that a launcher has started: each would be a whole worker."""
-    if settings.tensor_parallel_size > 1 and machine.world_size not in ("", "1"):
-        what = f"is {machine.world_size}, and the ranks of a worker are on one host, where it starts them itself"
-        yield FieldViolation("WORLD_SIZE", f"{what}; unset it, and start one worker on each host")
+def follows_another_host(settings: GpuWorkerSettings, environ: Mapping[str, str]) -> bool:
+    """Return whether rank 0 is on another host, by the variables of a launcher; what they lack is refused elsewhere."""
+    if settings.simulate is not None:
+        return False
+    try:
+        return Hosts.of(environ, settings.tensor_parallel_size).own > 0
+    except InvalidConfig:
+        return False
+
+
+def _launcher_problems(settings: GpuWorkerSettings, machine: Machine, workers: int) -> Iterator[FieldViolation]:
+    """Refuse variables of a launcher that place no ranks, and several workers in one place."""
+    try:
+        hosts = Hosts.of(machine.launcher, settings.tensor_parallel_size)
+    except InvalidConfig as error:
+        yield from error.violations
+        return
+    if (problem := hosts.interface_problem(settings.rank_interface)) is not None:
+        yield problem
+    if hosts.count > 1 and workers > 1:
+        what = f"is {hosts.count}, and {workers} workers would take one place among the hosts"
+        yield FieldViolation("WORLD_SIZE", f"{what}; unset it, or run one worker")
 
 
 def _pooling_problems(settings: GpuWorkerSettings, directory: Path) -> Sequence[FieldViolation]:

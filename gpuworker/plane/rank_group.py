@@ -1,4 +1,4 @@
-"""The ranks of one worker on one host: rank 0 starts the others, checks that they agree, and watches them.
+"""The ranks of one worker: rank 0 starts those of its host, awaits those of others, and watches that all agree and run.
 
     rank 0                                   another rank
     start -- options, place, memory ------->
@@ -9,24 +9,23 @@
           ------- sizes of pool and steps ->
           ------- a plan for each step ---->
 
-Each rank beats in memory that all share. A rank that ends or stands still ends the worker, whose routers move the
-streams.
+Each rank beats in memory that all of a host share; beats of other hosts are brought there. A rank that ends or stands
+still ends the worker, whose routers move the streams.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -34,6 +33,7 @@ from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.hub import checkpoint_directory
 from common.contracts.errors import EngineFailure, FieldViolation, InvalidConfig
 from common.settings.config import FAILED_STATUS
+from common.settings.options import ServiceSettings
 from common.version import quire_version
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import max_scored_tokens
@@ -43,7 +43,10 @@ from gpuworker.models.llama.shards import Place
 from gpuworker.native import library as native
 from gpuworker.native.ranks import Beat, RankBoard, StepSizes
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
-from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, ended_words, stood_still_words
+from gpuworker.plane.rank_hosts import Hosts
+from gpuworker.plane.rank_rendezvous import MemberProcess, RemoteMember, Rendezvous, start_bridge
+from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, stood_still_words
+from gpuworker.runner.rank_messages import Agreed, Begin, Ended, Facts, Loaded, Start, received, send
 from gpuworker.runner.rank_steps import RankLinks
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 
@@ -51,39 +54,17 @@ _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 5.0
 _USUAL_SEQS: Final = 64
 _LEAST_KEPT: Final = 64  # rows of the self-test
-
-
-class Start(NamedTuple):
-    """What a rank is told first."""
-
-    settings: str  # JSON
-    rank: int
-    size: int
-    sizes: tuple[int, int]
-
-
-class Loaded(NamedTuple):
-    """What a rank says behind its load: the bytes of its weights, or why it has none."""
-
-    weight_bytes: int
-    failure: str = ""
-
-
-class Begin(NamedTuple):
-    """The sizes with which steps begin, alike at all ranks."""
-
-    num_blocks: int
-    max_num_seqs: int
-    table_width: int
-    tokens: int  # of a step
-    kept: int  # rows of logits that are reserved
+_OF_A_HOST: Final = frozenset(
+    (*ServiceSettings.model_fields, "port", "metrics_port", "advertise", "worker_id", "manager", "manager_patience")
+) | {"cpus", "rank_interface"}
+"""Options that say where a worker is and how it serves, which rank 0 alone does."""
 
 
 class Member(Protocol):
     """The process of another rank."""
 
-    def status(self) -> int | None:
-        """Return how it ended; None while it runs."""
+    def ended(self) -> str:
+        """Return how it ended, in words; empty while it runs."""
         ...
 
     def end(self, seconds: float) -> None:
@@ -101,49 +82,26 @@ class StartMember(Protocol):
     def __call__(self, rank: int, connection: socket.socket, board: int) -> Member: ...
 
 
-@dataclass(frozen=True, slots=True)
-class MemberProcess:
-    """Implements `Member` over a child of this process."""
-
-    process: subprocess.Popen[bytes]
-
-    @classmethod
-    def start(cls, rank: int, connection: socket.socket, board: int) -> MemberProcess:
-        handles = connection.fileno(), board
-        command = [sys.executable, "-P", "-m", "gpuworker.plane.rank_process", *map(str, (rank, *handles))]
-        return cls(subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL))
-
-    def status(self) -> int | None:
-        return self.process.poll()
-
-    def end(self, seconds: float) -> None:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def kill(self) -> None:
-        self.process.kill()
-
-
-def rank_facts(settings: GpuWorkerSettings) -> dict[str, str]:
-    """Return what all ranks of a worker must have alike, each option among it."""
+def rank_facts(settings: GpuWorkerSettings) -> Facts:
+    """Return what all ranks of a worker must have alike, each option among it that their steps depend on."""
     directory = checkpoint_directory(settings.model, revision=settings.revision)
     library = native.best()
-    options = settings.model_dump(mode="json")
-    return {
+    options = settings.model_dump(mode="json", exclude=set(_OF_A_HOST))
+    return Facts({
         "version": quire_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "the checkpoint": model_fingerprint(directory, settings.seed if settings.load_format == "dummy" else None),
         "kernels for": "no CPU" if library is None else native.level_of(library),
         **{f"--{name.replace('_', '-')}": str(value) for name, value in options.items()},
-    }
+    })  # fmt: skip
 
 
 def rank_threads(settings: GpuWorkerSettings) -> int:
-    """Return the threads of each rank."""
-    return settings.threads or max(1, default_threads() // settings.tensor_parallel_size)
+    """Return the threads of each rank: those of a machine share its cores."""
+    size = settings.tensor_parallel_size
+    hosts = Hosts.of(os.environ, size)
+    here = len(hosts.own_ranks(size)) * hosts.beside
+    return settings.threads or max(1, default_threads() // here)
 
 
 def end_worker(reason: str) -> None:
@@ -163,6 +121,12 @@ class RankGroup:
     connections: Mapping[int, Connection]
     beat: Beat
     on_lost: Callable[[str], None] = end_worker
+    bridge: Member | None = None
+    """The process that carries what ranks share to other hosts, where there are some."""
+    own: range = range(0)
+    """The ranks of this host."""
+    store: object = None
+    """Of the rendezvous: it ends with the worker."""
     weight_bytes: dict[int, int] = field(default_factory=dict)
     lost: str = ""
     """Why the worker ends."""
@@ -191,7 +155,7 @@ class RankGroup:
     def begin(self, begin: Begin) -> None:
         """Let all ranks allocate their parts of the pool, and wait until they have."""
         for connection in self.connections.values():
-            connection.send(begin)
+            send(connection, begin)
         for rank, connection in self.connections.items():
             answer = self._answer(rank, connection)
             if answer.failure:
@@ -210,6 +174,9 @@ class RankGroup:
             connection.close()
         for member in self.members.values():
             member.end(_CLOSE_S)
+        if self.bridge is not None:
+            self.bridge.kill()
+            self.bridge.end(_CLOSE_S)
         self.board.close()
 
     def lose(self, reason: str) -> None:
@@ -217,7 +184,7 @@ class RankGroup:
         with self._lock:
             first, self.lost = not self.lost, self.lost or reason
         if first and not self._closing.is_set():
-            for member in self.members.values():
+            for member in (*self.members.values(), *(() if self.bridge is None else (self.bridge,))):
                 member.kill()  # one that stands still would outlive this process
             self.on_lost(reason)
         self._closing.wait()
@@ -226,11 +193,9 @@ class RankGroup:
         """Look at the other ranks until the group closes; the body of a thread."""
         watch: BeatWatch | None = None
         while not self._closing.wait(LOOK_S):
-            for rank, member in self.members.items():
-                status = member.status()
-                if status is not None and not self._closing.is_set():
-                    self.lose(ended_words(rank, status))
-                    return
+            if (ended := self._ended()) and not self._closing.is_set():
+                self.lose(ended)
+                return
             beats = {rank: self.board.beats(rank) for rank in self.members}
             if not self.board.serving:
                 continue
@@ -238,16 +203,26 @@ class RankGroup:
             if watch is None:
                 watch = BeatWatch(beats, now)
             elif (rank_still := watch.still(beats, now)) is not None:
-                self.lose(stood_still_words(rank_still))
+                self.lose(stood_still_words(rank_still, elsewhere=rank_still not in self.own))
                 return
+
+    def _ended(self) -> str:
+        """Return which rank ended, and how; empty while all run."""
+        for rank, member in self.members.items():
+            if how := member.ended():
+                return f"rank {rank} {how}"
+        if self.bridge is not None and (how := self.bridge.ended()):
+            return f"the process that carries parts to other hosts {how}"
+        return ""
 
     def _answer(self, rank: int, connection: Connection) -> Loaded:
         try:
-            answer = connection.recv()
-        except (EOFError, OSError):
-            self.lose(f"rank {rank} ended while the worker started")
-            raise EngineFailure(self.lost) from None
-        assert isinstance(answer, Loaded)
+            answer = received(connection)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            answer = Ended("ended while the worker started")
+        if not isinstance(answer, Loaded):
+            self.lose(f"rank {rank} {answer.how if isinstance(answer, Ended) else 'said what none says'}")
+            raise EngineFailure(self.lost)
         return answer
 
 
@@ -262,30 +237,46 @@ def step_sizes(settings: GpuWorkerSettings) -> StepSizes:
 def start_group(
     settings: GpuWorkerSettings, start: StartMember = MemberProcess.start, on_lost: Callable[[str], None] = end_worker
 ) -> RankGroup:
-    """Start the other ranks of a worker, and check that they agree with this one; they load from then on.
+    """Start the other ranks of this host, await those of other hosts, and check that all agree; they load from then on.
 
     Raises InvalidConfig for ranks that differ, or that do not come within --rank-timeout, with each of them.
     """
-    size, sizes, board = settings.tensor_parallel_size, step_sizes(settings), RankBoard.make()
+    size, sizes = settings.tensor_parallel_size, step_sizes(settings)
+    hosts = Hosts.of(os.environ, size)
+    meeting = Rendezvous(hosts, size, settings.rank_interface, settings.rank_timeout) if hosts.count > 1 else None
+    library, board, own_ranks = native.best(), RankBoard.make(), hosts.own_ranks(size)
+    assert library is not None, "ranks run the native path"
     members, connections = dict[int, Member](), dict[int, Connection]()
-    for rank in range(1, size):
+    for rank in own_ranks[1:]:
         own, other = socket.socketpair()
         members[rank] = start(rank, other, board.descriptor)
         other.close()
         connections[rank] = Connection(own.detach())
-        with suppress(OSError):  # one that has ended already is named below
-            connections[rank].send(Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
-    library = native.best()
-    assert library is not None, "ranks run the native path"
     beat = Beat(library, board, 0, LOOK_S)
-    group = RankGroup(Ranks(Place(0, size), board, sizes), board, members, connections, beat, on_lost)
+    ranks = Ranks(Place(0, size), board, sizes)
+    group = RankGroup(ranks, board, members, connections, beat, on_lost, own=own_ranks)
+    guests = None
     try:
+        if meeting is not None:
+            guests = meeting.await_guests()
+            for rank, link in sorted(guests.ranks.items()):
+                members[rank] = RemoteMember(link.dup())
+                connections[rank] = Connection(link.detach())
+        for rank, connection in connections.items():
+            with suppress(OSError):  # one that has ended already is named below
+                send(connection, Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
         _greet(settings, group)
     except InvalidConfig:
+        if guests is not None:
+            guests.close()
         group.close()
         raise
+    if meeting is not None and guests is not None:
+        group.bridge = MemberProcess(start_bridge(meeting, guests, board.descriptor))
+        group.store = meeting.store
+        meeting.close()
     for connection in connections.values():
-        connection.send(True)
+        send(connection, Agreed())
     threading.Thread(target=group.watch, name="quire-ranks", daemon=True).start()
     return group
 
@@ -297,17 +288,18 @@ def _greet(settings: GpuWorkerSettings, group: RankGroup) -> None:
         said: Any = None
         try:
             if connection.poll(max(0.0, until - time.monotonic())):
-                said = connection.recv()
+                said = received(connection)
         except (EOFError, OSError):
             pass
-        if isinstance(said, dict):
-            found[rank] = said
+        except pickle.UnpicklingError as error:
+            said = Ended(f"is not one of this version: {error}")
+        if isinstance(said, Facts):
+            found[rank] = said.by_name
             continue
-        status = group.members[rank].status()
-        silent = f"rank {rank} did not come within {settings.rank_timeout:g} s"
-        missing.append(silent if status is None else ended_words(rank, status))
+        how = said.how if isinstance(said, Ended) else group.members[rank].ended()
+        missing.append(f"rank {rank} {how or f'did not come within {settings.rank_timeout:g} s'}")
     if missing:
         what = f"{'; '.join(missing)}; its log lines say why, or give it longer"
         raise InvalidConfig(FieldViolation("--rank-timeout", what))
-    if differing := differences(own, found):
+    if differing := differences(own.by_name, found):
         raise InvalidConfig(*(FieldViolation(TENSOR_PARALLEL, f"{each}; start all alike") for each in differing))

@@ -1,7 +1,8 @@
 """A rank of a worker beside rank 0: loads its part of the model, and runs the steps that rank 0 plans.
 
 It has no server, no lease and no scheduler. It ends with rank 0: at the end of the connection, or when its parent has
-gone. Where rank 0 stands still, this process kills it: its routers then move the streams.
+gone. Where rank 0 stands still, this process kills it: its routers then move the streams. On another host its parent is
+the process that follows rank 0 there (gpuworker/plane/rank_follower.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,19 +31,20 @@ from gpuworker.native import library as native
 from gpuworker.native.library import use_level
 from gpuworker.native.ranks import Beat, RankBoard, StepSizes
 from gpuworker.plane.assembly import asks_for_checkpoints, source_of
-from gpuworker.plane.rank_group import Begin, Loaded, Start, rank_facts, rank_threads
-from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, stood_still_words
+from gpuworker.plane.rank_group import rank_facts, rank_threads
+from gpuworker.plane.rank_watch import LOOK_S, watch_first
 from gpuworker.runner.native_executor import RankExecutor
+from gpuworker.runner.rank_messages import Begin, Loaded, Start, received, send
 from gpuworker.runner.rank_steps import received_plan
 
 _log = logging.getLogger(__name__)
 
 
-def run_rank(connection: Connection, board: RankBoard) -> None:
-    """Run one rank until rank 0 closes the connection."""
-    start = connection.recv()
+def run_rank(connection: Connection, board: RankBoard, own: str = "") -> None:
+    """Run one rank until rank 0 closes the connection; `own` are the options of its host, where that is another one."""
+    start = received(connection)
     assert isinstance(start, Start)
-    settings = GpuWorkerSettings.model_validate_json(start.settings)
+    settings = GpuWorkerSettings.model_validate_json(own or start.settings)
     torch.set_num_threads(rank_threads(settings))
     use_level(settings.cpu_level)
     library = native.best()
@@ -57,8 +58,8 @@ def run_rank(connection: Connection, board: RankBoard) -> None:
 
 def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWorkerSettings) -> None:
     """Load, and run steps until the connection ends."""
-    connection.send(rank_facts(settings))
-    connection.recv()  # it is closed where ranks differ
+    send(connection, rank_facts(settings))
+    received(connection)  # it is closed where ranks differ
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     ranks = Ranks(Place(start.rank, start.size), board, StepSizes(*start.sizes))
@@ -68,13 +69,13 @@ def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWo
         opened = open_native(source, device, settings.model_impl, backend, settings.block_size, checkpoints, ranks)
     except QuireError as error:
         _log.critical("rank %d cannot load: %s", start.rank, error)
-        connection.send(Loaded(0, str(error)))
+        send(connection, Loaded(0, str(error)))
         return
     assert opened is not None, "the native path alone runs at several ranks"
     model, geometry = opened
     assert isinstance(model, LlamaCpuModel)
-    connection.send(Loaded(model.weight_bytes))
-    begin = connection.recv()
+    send(connection, Loaded(model.weight_bytes))
+    begin = received(connection)
     assert isinstance(begin, Begin)
     try:
         model.reserve(begin.tokens, begin.kept)
@@ -82,32 +83,15 @@ def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWo
         if model.states is not None:
             model.states.reserve(begin.max_num_seqs)
     except (MemoryError, OSError, RuntimeError) as error:
-        connection.send(Loaded(0, str(error)))
+        send(connection, Loaded(0, str(error)))
         return
     model.extend_rope(begin.table_width)
     attention = model.parts_of(backend(cache))
     executor = RankExecutor(model, attention, cache, rank_threads(settings))
-    connection.send(Loaded(model.weight_bytes))
+    send(connection, Loaded(model.weight_bytes))
     while (plan := received_plan(connection)) is not None:
         executor.run(plan)
     executor.close()
-
-
-def watch_first(board: RankBoard, parent: int) -> None:
-    """Follow rank 0: end with it, and kill it when it stands still while it serves; the body of a thread."""
-    watch: BeatWatch | None = None
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
-        beats, now = {0: board.beats(0)}, time.monotonic()
-        if not board.serving:
-            continue
-        if watch is None:
-            watch = BeatWatch(beats, now)
-        elif watch.still(beats, now) is not None:
-            _log.critical("the worker ends: %s", stood_still_words(0))
-            os.kill(parent, signal.SIGKILL)
-            break
-    os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 drains, and ends the others then
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=watch_first, args=(board, parent), name="quire-watch", daemon=True).start()
+    own = sys.stdin.read()  # of another host than rank 0's
     try:
-        run_rank(link, board)
+        run_rank(link, board, own)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     finally:

@@ -7,7 +7,6 @@ steps are in flight at every rank.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from common.contracts.types import BlockId
 from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
 from gpuworker.attention.step_inputs import StepInputs
 from gpuworker.runner.executor import PlacedCheckpoint
+from gpuworker.runner.rank_messages import packed, received
 
 Int64Array = npt.NDArray[np.int64]
 _IN_FLIGHT: Final = 3  # steps of which a rank keeps the memory: one runs, and two wait
@@ -110,7 +110,7 @@ class RankLinks:
 
     def send_plan(self, plan: RankPlan) -> None:
         began = time.thread_time()
-        message = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        message = packed(plan)
         for rank, connection in self.connections.items():
             try:
                 connection.send_bytes(message)
@@ -124,7 +124,7 @@ class RankLinks:
 def received_plan(connection: Connection) -> RankPlan | None:
     """Return the next plan of rank 0; None when it sends no more."""
     try:
-        plan = pickle.loads(connection.recv_bytes())
+        plan = received(connection)
     except EOFError:
         return None
     assert isinstance(plan, RankPlan)

@@ -13,8 +13,9 @@ import pytest
 
 from common.contracts.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.plane.rank_group import Begin, Loaded, RankGroup, Start, rank_facts, start_group
-from gpuworker.plane.rank_watch import STILL_LOOKS
+from gpuworker.plane.rank_group import RankGroup, rank_facts, start_group
+from gpuworker.plane.rank_watch import STILL_LOOKS, how_it_ended
+from gpuworker.runner.rank_messages import Agreed, Begin, Facts, Loaded, Start, received, send
 from tests.support.checkpoints import checkpoint
 from tests.support.gpuworker.engine_harness import PATIENCE
 from tests.support.waiting import wait_until
@@ -25,32 +26,32 @@ Says = Callable[[Mapping[str, str]], Mapping[str, str] | None]
 class FakeMember:
     """Says what a test wants in its greeting, and answers what follows."""
 
-    def __init__(self, says: Says, status: int | None, connection: socket.socket, facts: Mapping[str, str]) -> None:
-        self._link, self._status, self.killed = Connection(os.dup(connection.fileno())), status, False
+    def __init__(self, says: Says, ended: str, connection: socket.socket, facts: Mapping[str, str]) -> None:
+        self._link, self._ended, self.killed = Connection(os.dup(connection.fileno())), ended, False
         self._says, self._facts, self.looks = says, facts, 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            assert isinstance(self._link.recv(), Start)
+            assert isinstance(received(self._link), Start)
             said = self._says(self._facts)
             if said is None:
                 return
-            self._link.send(said)
-            self._link.recv()
-            self._link.send(Loaded(77))
-            assert isinstance(self._link.recv(), Begin)
-            self._link.send(Loaded(77))
+            send(self._link, Facts(dict(said)))
+            assert isinstance(received(self._link), Agreed)
+            send(self._link, Loaded(77))
+            assert isinstance(received(self._link), Begin)
+            send(self._link, Loaded(77))
         except (EOFError, OSError):
             pass
 
-    def end_with(self, status: int) -> None:
-        self._status = status
+    def end_as(self, how: str) -> None:
+        self._ended = how
 
-    def status(self) -> int | None:
+    def ended(self) -> str:
         self.looks += 1
-        return self._status
+        return self._ended
 
     def kill(self) -> None:
         self.killed = True
@@ -60,19 +61,17 @@ class FakeMember:
 
 
 class Group:
-    def __init__(
-        self, says: Mapping[int, Says], ranks: int = 3, status: int | None = None, timeout: float = 60
-    ) -> None:
+    def __init__(self, says: Mapping[int, Says], ranks: int = 3, ended: str = "", timeout: float = 60) -> None:
         self.settings = GpuWorkerSettings(
             model=str(checkpoint("llama")), tensor_parallel_size=ranks, rank_timeout=timeout, max_model_len=64
         )
-        facts = rank_facts(self.settings)
+        facts = rank_facts(self.settings).by_name
         self.members: dict[int, FakeMember] = {}
         self.reasons: list[str] = []
         self.lost = threading.Event()
 
         def start(rank: int, connection: socket.socket, board: int) -> FakeMember:
-            self.members[rank] = FakeMember(says.get(rank, lambda own: own), status, connection, facts)
+            self.members[rank] = FakeMember(says.get(rank, lambda own: own), ended, connection, facts)
             return self.members[rank]
 
         self._start = start
@@ -95,7 +94,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_a_rank_that_ended_before_it_came_is_told_apart() -> None:
-    group = Group({1: lambda own: None, 2: lambda own: None}, status=-signal.SIGSEGV, timeout=0.1)
+    group = Group({1: lambda own: None, 2: lambda own: None}, ended=how_it_ended(-signal.SIGSEGV), timeout=0.1)
     with pytest.raises(InvalidConfig, match="rank 1 was ended by SIGSEGV; rank 2 was ended by SIGSEGV"):
         group.open()
 
@@ -119,7 +118,7 @@ def test_a_rank_that_ends_while_steps_run_ends_the_worker_and_the_others() -> No
         opened.await_loaded()
         opened.begin(Begin(1, 1, 1, 1, 1))
         assert opened.weight_bytes == {1: 77, 2: 77}
-        group.members[2].end_with(-signal.SIGKILL)
+        group.members[2].end_as(how_it_ended(-signal.SIGKILL))
         assert group.lost.wait(PATIENCE)
         assert group.reasons == [opened.lost] == ["rank 2 was ended by SIGKILL"]
         assert all(member.killed for member in group.members.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from gpuworker.plane.rank_watch import LOOK_S, STILL_LOOKS, BeatWatch, differences, ended_words, stood_still_words
+from gpuworker.plane.rank_watch import LOOK_S, STILL_LOOKS, BeatWatch, differences, how_it_ended, stood_still_words
 
 
 def test_a_rank_that_stands_still_is_found_within_two_seconds() -> None:
@@ -37,9 +37,9 @@ def test_counters_that_wrap_around_are_beats() -> None:
 
 
 def test_how_a_rank_ended_is_said() -> None:
-    assert ended_words(1, -signal.SIGKILL) == "rank 1 was ended by SIGKILL"
-    assert ended_words(3, 1) == "rank 3 ended with status 1"
-    assert ended_words(3, -99) == "rank 3 was ended by signal 99"
+    assert how_it_ended(-signal.SIGKILL) == "was ended by SIGKILL"
+    assert how_it_ended(1) == "ended with status 1"
+    assert how_it_ended(-99) == "was ended by signal 99"
 
 
 def test_each_difference_is_named() -> None:

@@ -36,8 +36,8 @@ class RankThread:
             link.close()
             board.close()
 
-    def status(self) -> int | None:
-        return None
+    def ended(self) -> str:
+        return ""
 
     def kill(self) -> None:
         raise AssertionError("no thread can be killed")

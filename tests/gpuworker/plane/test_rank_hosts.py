@@ -1,0 +1,264 @@
+"""Ranks on several hosts: where each is, what they say to each other, and that their tokens are those of one process.
+
+The hosts are trees of processes that share nothing but loopback. `tests/suites/deployment/hosts` has network namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from common.contracts.errors import FieldViolation, InvalidConfig
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.native import library as native
+from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.plane.rank_hosts import Hosts
+from gpuworker.plane.rank_rendezvous import RemoteMember, Rendezvous, interface_of, join
+from gpuworker.runner.executor import PlacedCheckpoint
+from gpuworker.runner.rank_messages import Ended, Facts, Start, packed, send, unpacked
+from gpuworker.runner.rank_steps import RankPlan
+from tests.gpuworker.engine.test_equality import COUNT, prompts
+from tests.support.checkpoints import checkpoint, hf_greedy
+from tests.support.gpuworker.engine_harness import PATIENCE, EngineDriver
+
+PLACE = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+# ------------------------------------------------------------ where each rank is
+
+
+def test_ranks_are_shared_out_among_hosts_in_order() -> None:
+    hosts = Hosts.of(PLACE, 4)
+    assert hosts == Hosts(2, 1, "10.0.0.1", 29500)
+    assert [list(hosts.ranks(host, 4)) for host in (0, 1)] == [[0, 1], [2, 3]]
+    each = Hosts.of(PLACE | {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "2"}, 4)
+    assert (list(each.own_ranks(4)), each.beside) == ([3], 2)
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": "7", "MASTER_ADDR": "x"}])
+def test_without_a_world_all_ranks_are_here(environ: dict[str, str]) -> None:
+    assert Hosts.of(environ, 4) == Hosts()
+    assert list(Hosts().own_ranks(4)) == [0, 1, 2, 3]
+
+
+def test_one_rank_has_no_place_to_take() -> None:
+    """What a launcher has set for something else stays without meaning, as before."""
+    assert Hosts.of(PLACE, 1) == Hosts()
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE", "is 3, and does not divide the 4 ranks"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE", "is 'two'; expected a number from 1 or more"),
+        ({"RANK": ""}, "RANK", "is missing; expected a number from 0 to 1"),
+        ({"RANK": "2"}, "RANK", "is '2'; expected a number from 0 to 1"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT", "is '0'; expected a number from 1 to 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR", "is missing; expected the host name or address of rank 0"),
+        ({"LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_WORLD_SIZE", "expected a number from 1 to 2"),
+    ],
+)
+def test_each_variable_that_is_wrong_is_named(changed: dict[str, str], field: str, said: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        Hosts.of(PLACE | changed, 4)
+    (found,) = refused.value.violations
+    assert found.field == field
+    assert said in found.description
+    assert len(found.description) < 200
+
+
+def test_ranks_listen_on_loopback_unless_an_interface_is_named() -> None:
+    said = Hosts.of(PLACE, 2).interface_problem(None)
+    assert isinstance(said, FieldViolation)
+    assert (said.field, "MASTER_ADDR is 10.0.0.1" in said.description) == ("--rank-interface", True)
+    assert Hosts.of(PLACE, 2).interface_problem("eth1") is None
+    for address in ("127.0.0.1", "::1", "localhost"):
+        assert Hosts.of(PLACE | {"MASTER_ADDR": address}, 2).interface_problem(None) is None
+    assert Hosts().interface_problem(None) is None
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    assert interface_of(None) == ("lo", "127.0.0.1")
+    with pytest.raises(InvalidConfig, match=r"is none0, which has no IPv4 address here: .*; expected one of .*lo"):
+        interface_of("none0")
+
+
+# ------------------------------------------------------------ what ranks say to each other
+
+
+def test_plans_and_facts_come_back_as_they_were() -> None:
+    plan = RankPlan(np.arange(6, dtype=np.int32).reshape(3, 2)[:, :1], None, (PlacedCheckpoint(1, ()),), (), ())
+    found = unpacked(packed(plan))
+    assert isinstance(found, RankPlan)
+    assert found.copies.tolist() == [[0], [2], [4]]
+    assert found.loads == plan.loads
+    for message in (Start("{}", 1, 2, (3, 4)), Facts({"version": "1"}), Ended("was ended by SIGKILL")):
+        assert unpacked(packed(message)) == message
+
+
+class Command:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/quire-was-here",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Command()),
+        pickle.dumps(Path("/tmp")),
+        pickle.dumps(GpuWorkerSettings),
+        b"cgpuworker.runner.rank_steps\ntime.sleep\n.",
+        b"cgpuworker.runner.rank_messages\nimportlib\n.",
+        packed(Facts({"a": "b"}))[:-4],
+        b"",
+    ],
+)
+def test_what_is_no_message_makes_nothing(data: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        unpacked(data)
+    assert not Path("/tmp/quire-was-here").exists()
+
+
+def test_a_rank_elsewhere_ends_with_its_link_or_with_a_word() -> None:
+    own, other = socket.socketpair()
+    member, link = RemoteMember(own.dup()), Connection(other.detach())
+    assert member.ended() == ""
+    send(link, Facts({"a": "b" * 9000}))  # for who reads the link; longer than what is looked at
+    assert member.ended() == ""
+    Connection(own.detach()).recv_bytes()
+    send(link, Ended("was ended by SIGKILL"))
+    assert member.ended() == "was ended by SIGKILL"
+    link.close()
+    assert member.ended() == "was ended by SIGKILL"
+    member.end(PATIENCE)
+    gone, lost = socket.socketpair()
+    lost.close()
+    with gone:
+        assert RemoteMember(gone).ended().startswith("is gone")
+
+
+# ------------------------------------------------------------ who comes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_ranks_of_hosts_that_do_not_come_are_named_and_strangers_are_not_taken_for_them() -> None:
+    hosts = Hosts(2, 0, "127.0.0.1", free_port())
+    meeting = Rendezvous(hosts, 4, None, 1.0)
+    try:
+        address, _, port = meeting.store.get("links").decode().rpartition(":")
+        assert address == "127.0.0.1"
+        with socket.create_connection((address, int(port))) as stranger, pytest.raises(InvalidConfig) as refused:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            meeting.await_guests()
+            assert stranger.recv(1) == b""
+        (found,) = refused.value.violations
+        assert found.field == "--rank-timeout"
+        assert found.description.startswith("ranks 2, 3 did not come within 1 s; its host connects to 127.0.0.1:")
+    finally:
+        meeting.close()
+
+
+def test_a_port_that_another_process_has_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(InvalidConfig, match="MASTER_PORT: is .* cannot listen there"):
+            Rendezvous(Hosts(2, 0, "127.0.0.1", taken.getsockname()[1]), 2, None, 1.0)
+
+
+def test_a_host_whose_rank_0_does_not_come_says_where_it_looked() -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        join(Hosts(2, 1, "127.0.0.1", free_port()), 2, None, 0.3)
+    (found,) = refused.value.violations
+    assert found.field == "--rank-timeout"
+    assert found.description.startswith("rank 0 did not come at 127.0.0.1:")
+
+
+# ------------------------------------------------------------ steps
+
+needs_native = pytest.mark.skipif(native.best() is None, reason="the native library is not there")
+
+
+class TwoHosts:
+    """Rank 0 in this process, and the other host as a tree of processes of its own."""
+
+    def __init__(self, kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch, **other: str) -> None:
+        self.kind = kind
+        options = {"model": str(checkpoint(kind)), "dtype": "float32", "block-size": "4", "kv-blocks": "400"}
+        options |= {"max-model-len": "256", "max-num-batched-tokens": "48", "max-num-seqs": "8", "threads": "1"}
+        options |= {"tensor-parallel-size": str(ranks), "rank-timeout": str(PATIENCE)}
+        place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        self.settings = GpuWorkerSettings(**{name.replace("-", "_"): value for name, value in options.items()})  # type: ignore[arg-type]
+        flags = [word for name, value in (options | other).items() for word in (f"--{name}", value)]
+        command = [sys.executable, "-m", "gpuworker", *flags]
+        self.other = subprocess.Popen(command, env=os.environ | {"RANK": "1"}, stderr=subprocess.PIPE, text=True)
+
+    def ranks_there(self) -> list[psutil.Process]:
+        return psutil.Process(self.other.pid).children()
+
+    def close(self) -> None:
+        self.other.kill()
+        self.other.communicate(timeout=PATIENCE)
+
+
+@contextmanager
+def two_hosts(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch, **other: str) -> Iterator[TwoHosts]:
+    threads, hosts = torch.get_num_threads(), TwoHosts(kind, ranks, monkeypatch, **other)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+        torch.set_num_threads(threads)
+
+
+def listening() -> set[str]:
+    """Return the addresses at which this process and all below it listen."""
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = [each for process in everyone for each in process.net_connections("tcp")]
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def check_tokens(plane: ModelPlane, kind: str) -> None:
+    wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
+    with EngineDriver(plane.runner, plane.agent_config()) as engine:
+        assert engine.run(prompts(), COUNT) == wanted
+        assert engine.run(prompts(), COUNT) == wanted, "on blocks of both hosts that are hits"
+        engine.assert_all_free()
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("llama", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.rest)
+            for case in (("llama", 4), ("olmoe", 2), ("gemma4_text, experts", 2), ("lfm2", 2))
+        ),
+    ],
+)
+def test_tokens_across_hosts_equal_transformers(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside decodes, and the end: the other host ends well behind rank 0."""
+    with two_hosts(kind, ranks, monkeypatch) as hosts:
+        plane = assemble(hosts.settings)
+        assert len(hosts.ranks_there()) == ranks // 2
+        assert listening() <= {"127.0.0.1"}
+        check_tokens(plane, kind)
+        assert hosts.other.wait(PATIENCE) == 0
