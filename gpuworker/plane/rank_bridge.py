@@ -27,6 +27,7 @@ from typing import Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from common.process.logs import setup_logging
 from common.settings.config import FAILED_STATUS
@@ -46,7 +47,7 @@ _MOST_BYTES: Final = 64 << 20
 """Of a message: the tokens of a step."""
 
 
-def open_group(store: dist.Store, hosts: Hosts, interface: str, timeout: float) -> dist.ProcessGroup:
+def open_group(store: Store, hosts: Hosts, interface: str, timeout: float) -> dist.ProcessGroup:
     """Return the group of all hosts, over gloo on one network interface. Raises RuntimeError where some do not come."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
@@ -176,7 +177,7 @@ class Bridge:
         on_end(host)
 
 
-def run_bridge(bridge: Bridge, store: dist.Store, interface: str, timeout: float) -> None:
+def run_bridge(bridge: Bridge, store: Store, interface: str, timeout: float) -> None:
     """Carry until this process is ended; it ends itself where another host cannot be reached, or does not come."""
     try:
         bridge.meet(open_group(store, bridge.hosts, interface, timeout))

@@ -34,8 +34,10 @@ _ENDED_WELL: Final = "ended with status 0"
 class Follower:
     """The ranks of this host. `ends` is called with the exit status when rank 0 has ended."""
 
-    def __init__(self, joined: Joined, members: Mapping[int, MemberProcess], ends: Callable[[int], None]) -> None:
-        self._joined, self._members, self._ends = joined, members, ends
+    def __init__(
+        self, board: RankBoard, joined: Joined, members: Mapping[int, MemberProcess], ends: Callable[[int], object]
+    ) -> None:
+        self._board, self._members, self._ends = board, members, ends
         self._closing = threading.Event()
         self._links = {rank: Connection(link.detach()) for rank, link in joined.ranks.items()}
 
@@ -55,14 +57,14 @@ class Follower:
         until = time.monotonic() + _LAST_STEP_S
         while time.monotonic() < until and not all(member.ended() for member in self._members.values()):
             time.sleep(0.02)
-        well = all(member.ended() == _ENDED_WELL for member in self._members.values())
+        well = self._board.serving and all(member.ended() == _ENDED_WELL for member in self._members.values())
         for member in self._members.values():
             member.kill()  # its step waits for ranks that do not come
         _log.info("rank 0 has ended") if well else _log.error("rank 0 has ended, and its log says why")
         self._ends(0 if well else FAILED_STATUS)
 
 
-def follow_first(settings: GpuWorkerSettings, on_joined: Callable[[], None]) -> None:
+def follow_first(settings: GpuWorkerSettings, on_joined: Callable[[], object]) -> None:
     """Run the ranks of this host. Calls `on_joined` when rank 0 is there; ends the process with rank 0.
 
     Raises InvalidConfig where rank 0 does not come within --rank-timeout.
@@ -75,7 +77,7 @@ def follow_first(settings: GpuWorkerSettings, on_joined: Callable[[], None]) -> 
     on_joined()
     own = settings.model_dump_json()
     members = {rank: MemberProcess.start(rank, link, board.descriptor, own) for rank, link in joined.ranks.items()}
-    follower = Follower(joined, members, os._exit)
+    follower = Follower(board, joined, members, os._exit)
     threading.Thread(target=follower.watch, name="quire-ranks", daemon=True).start()
     bridge = Bridge(HostRanks(library, board, hosts.own_ranks(size), size), hosts, {0: joined.host})
     bridge.start(follower.end)

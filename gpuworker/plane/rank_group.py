@@ -269,6 +269,8 @@ def start_group(
     except InvalidConfig:
         if guests is not None:
             guests.close()
+        if meeting is not None:
+            meeting.close()
         group.close()
         raise
     if meeting is not None and guests is not None:

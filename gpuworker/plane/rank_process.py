@@ -13,9 +13,11 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 
+import psutil
 import torch
 
 from common.contracts.errors import QuireError
@@ -109,7 +111,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         link.close()
+        if own:
+            end_stopped(parent)
     return 0
+
+
+def end_stopped(parent: int) -> None:
+    """Kill what follows rank 0 here if it stands still, for nothing else would: rank 0 has ended."""
+    with suppress(psutil.NoSuchProcess):
+        follower = psutil.Process(parent)
+        if follower.status() == psutil.STATUS_STOPPED:
+            follower.kill()
 
 
 if __name__ == "__main__":

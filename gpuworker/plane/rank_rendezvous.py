@@ -27,7 +27,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Final
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.plane.rank_hosts import LOOPBACK, Hosts
@@ -57,10 +57,10 @@ def interface_of(name: str | None) -> tuple[str, str]:
     return name, socket.inet_ntoa(found[20:24])
 
 
-def connected_store(hosts: Hosts, port: int, timeout: float) -> dist.Store:
-    """Connect to the store. Raises dist.DistNetworkError where it does not come in so many seconds."""
-    store = dist.TCPStore(hosts.address, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
-    return dist.PrefixStore(f"quire/{hosts.attempt}", store)
+def connected_store(hosts: Hosts, port: int, timeout: float) -> Store:
+    """Connect to the store. Raises DistNetworkError where it does not come in so many seconds."""
+    store = TCPStore(hosts.address, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+    return PrefixStore(f"quire/{hosts.attempt}", store)
 
 
 @dataclass(slots=True)
@@ -137,19 +137,19 @@ class Rendezvous:
         except BaseException:
             self._links.close()
             raise
-        self.store = dist.PrefixStore(f"quire/{hosts.attempt}", self._store)
+        self.store = PrefixStore(f"quire/{hosts.attempt}", self._store)
         self.store.set(_KEY, f"{address}:{self._links.getsockname()[1]}")
 
-    def _own_store(self, address: str) -> dist.TCPStore:
+    def _own_store(self, address: str) -> TCPStore:
         hosts, seconds = self.hosts, timedelta(seconds=self.timeout)
         if hosts.store_is_there:
-            return dist.TCPStore(hosts.address, hosts.port, None, False, seconds, wait_for_workers=False)
+            return TCPStore(hosts.address, hosts.port, None, False, seconds, wait_for_workers=False)
         try:
             listening = socket.create_server((address, hosts.port), backlog=2 * self.size)
         except OSError as error:
             what = f"is {hosts.port}, and {address} ({self.interface}) cannot listen there: {error.strerror}"
             raise InvalidConfig(FieldViolation("MASTER_PORT", f"{what}; take a free one, on all hosts")) from None
-        return dist.TCPStore(
+        return TCPStore(
             address, hosts.port, None, True, seconds, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
@@ -212,7 +212,7 @@ class Joined:
 
     ranks: Mapping[int, socket.socket]
     host: Connection
-    store: dist.Store
+    store: Store
     interface: str
 
 

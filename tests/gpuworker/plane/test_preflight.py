@@ -18,7 +18,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY
 from gpuworker.native import levels
 from gpuworker.plane import preflight
-from gpuworker.plane.preflight import Machine, problems
+from gpuworker.plane.preflight import Machine, follows_another_host, problems
 from tests.support.gguf_files import write_model
 
 CPU = Machine(torch="2.13.0+cpu", cuda_devices=0, available_bytes=16 * GIB, address_space=None)
@@ -286,10 +286,16 @@ def test_ranks_beyond_the_cpus_are_refused(flags: tuple[str, ...], said: str, fo
     assert list(found(folder, replace(CPU, cpus=8), "-tp", "2", "--cpus", "0")) == ["--tensor-parallel-size"]
 
 
-def test_ranks_that_a_launcher_started_are_refused(folder: Path) -> None:
-    launched = replace(CPU, cpus=2, world_size="2")
-    assert found(folder, launched, "-tp", "2") == {
-        "WORLD_SIZE": "is 2, and the ranks of a worker are on one host, where it starts them itself; unset it, and "
-        "start one worker on each host"
-    }
-    assert not found(folder, launched), "one rank asks for nothing of a launcher"
+def test_ranks_that_a_launcher_placed_are_those_of_this_host(folder: Path) -> None:
+    place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    launched = replace(CPU, cpus=2, launcher=place)
+    assert not found(folder, launched, "-tp", "4"), "two of the ranks are here"
+    assert "2 of them here" in found(folder, launched, "-tp", "4", "--threads", "2")["--tensor-parallel-size"]
+    assert list(found(folder, replace(launched, launcher=place | {"RANK": "2"}), "-tp", "2")) == ["RANK"]
+    assert list(found(folder, replace(launched, launcher=place | {"MASTER_ADDR": "10.0.0.1"}), "-tp", "2")) == [
+        "--rank-interface"
+    ]
+    assert not found(folder, replace(launched, launcher={"WORLD_SIZE": "2"})), "one rank asks for nothing of a launcher"
+    assert "2 workers would take one place" in found(folder, launched, "-tp", "2", workers=2)["WORLD_SIZE"]
+    settings = load(GpuWorkerSettings, ("--model", str(folder), "-tp", "2"), {})
+    assert [follows_another_host(settings, place | {"RANK": rank}) for rank in ("0", "1", "9")] == [False, True, False]

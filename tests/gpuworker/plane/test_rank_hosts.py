@@ -1,17 +1,19 @@
 """Ranks on several hosts: where each is, what they say to each other, and that their tokens are those of one process.
 
-The hosts are trees of processes that share nothing but loopback. `tests/suites/deployment/hosts` has network namespaces.
+The hosts are trees of processes that share nothing but loopback. `tests/suites/deployment/hosts` has namespaces.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ import torch
 from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
-from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.native.ranks import RankBoard
+from gpuworker.plane.assembly import assemble
 from gpuworker.plane.rank_hosts import Hosts
 from gpuworker.plane.rank_rendezvous import RemoteMember, Rendezvous, interface_of, join
 from gpuworker.runner.executor import PlacedCheckpoint
@@ -33,6 +36,7 @@ from gpuworker.runner.rank_steps import RankPlan
 from tests.gpuworker.engine.test_equality import COUNT, prompts
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.engine_harness import PATIENCE, EngineDriver
+from tests.support.waiting import wait_until
 
 PLACE = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -164,10 +168,12 @@ def test_ranks_of_hosts_that_do_not_come_are_named_and_strangers_are_not_taken_f
     try:
         address, _, port = meeting.store.get("links").decode().rpartition(":")
         assert address == "127.0.0.1"
-        with socket.create_connection((address, int(port))) as stranger, pytest.raises(InvalidConfig) as refused:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            meeting.await_guests()
-            assert stranger.recv(1) == b""
+        with socket.create_connection((address, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")  # longer than what a rank says
+            with pytest.raises(InvalidConfig) as refused:
+                meeting.await_guests()
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
         (found,) = refused.value.violations
         assert found.field == "--rank-timeout"
         assert found.description.startswith("ranks 2, 3 did not come within 1 s; its host connects to 127.0.0.1:")
@@ -176,9 +182,11 @@ def test_ranks_of_hosts_that_do_not_come_are_named_and_strangers_are_not_taken_f
 
 
 def test_a_port_that_another_process_has_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(InvalidConfig, match="MASTER_PORT: is .* cannot listen there"):
-            Rendezvous(Hosts(2, 0, "127.0.0.1", taken.getsockname()[1]), 2, None, 1.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(InvalidConfig, match=r"MASTER_PORT: is .* cannot listen there"),
+    ):
+        Rendezvous(Hosts(2, 0, "127.0.0.1", taken.getsockname()[1]), 2, None, 1.0)
 
 
 def test_a_host_whose_rank_0_does_not_come_says_where_it_looked() -> None:
@@ -205,7 +213,7 @@ class TwoHosts:
         place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for name, value in place.items():
             monkeypatch.setenv(name, value)
-        self.settings = GpuWorkerSettings(**{name.replace("-", "_"): value for name, value in options.items()})  # type: ignore[arg-type]
+        self.settings = GpuWorkerSettings(**{name.replace("-", "_"): value for name, value in options.items()})
         flags = [word for name, value in (options | other).items() for word in (f"--{name}", value)]
         command = [sys.executable, "-m", "gpuworker", *flags]
         self.other = subprocess.Popen(command, env=os.environ | {"RANK": "1"}, stderr=subprocess.PIPE, text=True)
@@ -235,12 +243,14 @@ def listening() -> set[str]:
     return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
 
 
-def check_tokens(plane: ModelPlane, kind: str) -> None:
-    wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
-    with EngineDriver(plane.runner, plane.agent_config()) as engine:
-        assert engine.run(prompts(), COUNT) == wanted
-        assert engine.run(prompts(), COUNT) == wanted, "on blocks of both hosts that are hits"
-        engine.assert_all_free()
+def board_of(rank: psutil.Process) -> RankBoard:
+    """Return what a rank shares on its host."""
+    _, descriptor = rank.cmdline()[-2:]
+    handle = os.open(f"/proc/{rank.pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return RankBoard(handle)
+    finally:
+        os.close(handle)
 
 
 @needs_native
@@ -255,10 +265,64 @@ def check_tokens(plane: ModelPlane, kind: str) -> None:
     ],
 )
 def test_tokens_across_hosts_equal_transformers(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks beside decodes, and the end: the other host ends well behind rank 0."""
+    """Chunks beside decodes, then again on what is cached; the other host ends well behind rank 0."""
+    wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
     with two_hosts(kind, ranks, monkeypatch) as hosts:
         plane = assemble(hosts.settings)
-        assert len(hosts.ranks_there()) == ranks // 2
-        assert listening() <= {"127.0.0.1"}
-        check_tokens(plane, kind)
+        with EngineDriver(plane.runner, plane.agent_config()) as engine:
+            assert len(hosts.ranks_there()) == ranks // 2
+            assert listening() <= {"127.0.0.1"}
+            assert engine.run(prompts(), COUNT) == wanted
+            assert engine.run(prompts(), COUNT) == wanted
+            engine.assert_all_free()
+            plane.report_lost_rank(pytest.fail)
+            wait_until(lambda: all(board_of(rank).serving for rank in hosts.ranks_there()))
         assert hosts.other.wait(PATIENCE) == 0
+
+
+@needs_native
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("how", "whole_host", "said"),
+    [
+        (signal.SIGKILL, False, "rank 1 was ended by SIGKILL"),
+        (signal.SIGSTOP, False, "rank 1 stood still for 1.2 s, or its host cannot be reached"),
+        (signal.SIGKILL, True, "rank 1 is gone: its process ended, or its host cannot be reached"),
+        (signal.SIGSTOP, True, "rank 1 stood still for 1.2 s, or its host cannot be reached"),
+    ],
+)
+def test_a_rank_or_a_host_that_is_lost_ends_the_worker(
+    how: signal.Signals, whole_host: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is told the reason, and nothing is left on the other host."""
+    reasons, lost = list[str](), threading.Event()
+
+    def note(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    with two_hosts("llama", 2, monkeypatch) as hosts:
+        plane = assemble(hosts.settings)
+        plane.report_lost_rank(note)
+        (rank,) = hosts.ranks_there()
+        wait_until(lambda: board_of(rank).serving)
+        os.kill(hosts.other.pid if whole_host else rank.pid, how)
+        assert lost.wait(PATIENCE)
+        assert reasons == [said]
+        assert hosts.other.wait(PATIENCE) != 0
+        wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+        plane.runner.close()
+
+
+@needs_native
+@pytest.mark.rest
+def test_hosts_that_differ_do_not_start_and_each_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"kv-cache-dtype": "int8", "block-size": "8", "port": "0", "worker-id": "there"}
+    with two_hosts("llama", 2, monkeypatch, **other) as hosts:
+        with pytest.raises(InvalidConfig) as refused:
+            assemble(hosts.settings)
+        assert [each.description for each in refused.value.violations] == [
+            "rank 1 has --kv-cache-dtype int8, and rank 0 has auto; start all alike",
+            "rank 1 has --block-size 8, and rank 0 has 4; start all alike",
+        ]
+        assert hosts.other.wait(PATIENCE) == 1
