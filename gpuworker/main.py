@@ -78,6 +78,8 @@ _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 _LAST_REPLIES_S = 0.5
 _LAST_WORDS_S = 0.3
+# Else torch.distributed prints pages of stacks while another host is not there yet.
+_QUIET_TORCH = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -92,6 +94,8 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         return simulated_plane.assemble(settings)
     directory = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
     preflight.refuse_impossible(settings, directory)
+    if settings.tensor_parallel_size > 1:
+        os.environ.setdefault(*_QUIET_TORCH)
     with lasting():
         from gpuworker.plane import assembly
     return assembly.assemble(settings)
@@ -419,6 +423,7 @@ async def follow(settings: GpuWorkerSettings) -> None:
 
     directory = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
     preflight.refuse_impossible(settings, directory)
+    os.environ.setdefault(*_QUIET_TORCH)
     from gpuworker.plane.rank_follower import follow_first
 
     await asyncio.to_thread(follow_first, settings, lambda: loop.call_soon_threadsafe(leave_to_first))

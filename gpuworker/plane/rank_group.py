@@ -169,7 +169,6 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks; all steps are over."""
         self._closing.set()
-        self.beat.close()
         for connection in self.connections.values():
             connection.close()
         for member in self.members.values():
@@ -177,6 +176,7 @@ class RankGroup:
         if self.bridge is not None:
             self.bridge.kill()
             self.bridge.end(_CLOSE_S)
+        self.beat.close()  # until here the others would take this process for one that stands still
         self.board.close()
 
     def lose(self, reason: str) -> None:

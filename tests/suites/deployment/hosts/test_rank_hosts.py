@@ -1,0 +1,172 @@
+"""A worker whose ranks are on two hosts: its streams outlive the loss of a rank, of its host, and of the way there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+
+from bench.fault_injection.hosts.network import Network
+from bench.fault_injection.hosts.suite import until
+from cli.demo_model import CHECKPOINT
+from common.process.python import module_command
+from common.rpc.server import open_channel
+from tests.support.load import prompts
+from tests.support.reference import assert_greedy
+from tests.support.suite import Outcome, greedy, stream
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+FIRST, SECOND = "first", "second"
+STREAMS, TOKENS = 8, 400
+PORT: Final = 50051
+_LISTEN: Final = "0A"
+_ENGINE: Final = ("--dtype", "float32", "-tp", "2", "--threads", "1", "--kv-blocks", "1024", "--rank-interface", "eth0")
+
+
+class Pair:
+    """A suite on one host, whose worker has rank 0; on the other one what runs rank 1, and starts it again."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network, self._folder = network, folder
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": network.address(FIRST), "MASTER_PORT": "29500"}
+        self._environment = os.environ | place
+        self._suite: asyncio.subprocess.Process | None = None
+        self.follower: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.ends: list[int] = []
+        """How what runs rank 1 has ended each time."""
+
+    async def start(self) -> None:
+        own = ("--host", self.network.address(FIRST), "--grpc-port", str(PORT), "--insecure")
+        own += ("--state-dir", str(self._folder / FIRST))
+        self._suite = await self._start(FIRST, "0", "cli.main", "serve", str(CHECKPOINT), *own, *_ENGINE)
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def _start(self, host: str, rank: str, *words: str) -> asyncio.subprocess.Process:
+        command = self.network.command(host, module_command(*words))
+        with (self._folder / f"{host}.log").open("ab") as lines:
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=lines, stderr=lines,
+                env=self._environment | {"RANK": rank},
+            )  # fmt: skip
+
+    async def _keep(self) -> None:
+        """Start rank 1 again whenever it has ended, as a supervisor of the host does."""
+        while True:
+            self.follower = await self._start(SECOND, "1", "gpuworker", "--model", str(CHECKPOINT), *_ENGINE)
+            self.ends.append(await self.follower.wait())
+
+    def rank(self) -> psutil.Process:
+        """Return the process of rank 1."""
+        assert self.follower is not None
+        (found,) = psutil.Process(self.follower.pid).children()
+        return found
+
+    def said(self, host: str) -> str:
+        return (self._folder / f"{host}.log").read_text(errors="replace")
+
+    def listening(self, host: str) -> set[str]:
+        """Return the addresses at which anything listens on a host; `::` for any one of IPv6."""
+        process = self.follower if host == SECOND else self._suite
+        assert process is not None
+        found = set()
+        for family, size in (("tcp", 8), ("tcp6", 32)):
+            for line in Path(f"/proc/{process.pid}/net/{family}").read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, listens = bytes.fromhex(local[:size]), state == _LISTEN
+                found |= {socket.inet_ntoa(address[::-1]) if size == 8 else "::"} if listens else set()
+        return found
+
+    async def aclose(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+        for process, how in ((self._suite, signal.SIGTERM), (self.follower, signal.SIGKILL)):
+            if process is not None and process.returncode is None:
+                process.send_signal(how)
+                await process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    with Network((FIRST, SECOND, "client")) as network:
+        running = Pair(network, tmp_path_factory.mktemp("rank-hosts"))
+        try:
+            await running.start()
+            yield running
+        finally:
+            await running.aclose()
+            print(running.said(FIRST)[-6000:], running.said(SECOND)[-3000:])  # noqa: T201
+
+
+@asynccontextmanager
+async def streams(pair: Pair) -> AsyncIterator[None]:
+    """Run streams beside what the caller does, once all have tokens; each token must be that of transformers."""
+    asked = prompts(STREAMS, seed=7)
+    outcomes, firsts = [Outcome() for _ in asked], [asyncio.Event() for _ in asked]
+    async with open_channel(f"{pair.network.address(FIRST)}:{PORT}") as channel:
+        await until(lambda: ready(channel), "the router to answer")
+        tasks = [
+            asyncio.create_task(stream(channel, greedy(prompt, TOKENS), 240, first, outcome))
+            for prompt, first, outcome in zip(asked, firsts, outcomes, strict=True)
+        ]
+        await asyncio.gather(*(first.wait() for first in firsts))
+        yield
+        await asyncio.gather(*tasks)
+    assert_greedy(asked, [outcome.tokens for outcome in outcomes], TOKENS)
+
+
+async def ready(channel: grpc.aio.Channel) -> bool:
+    """Return whether the worker answers: one token comes."""
+    try:
+        return bool((await stream(channel, greedy(prompts(1)[0], 1), 60)).tokens)
+    except grpc.aio.AioRpcError:
+        return False
+
+
+async def test_tokens_of_ranks_on_two_hosts_are_those_of_transformers(pair: Pair) -> None:
+    """Ranks listen on the interface that was named alone; the worker's own port is on loopback, as in any suite."""
+    async with streams(pair):
+        assert pair.listening(SECOND) == {pair.network.address(SECOND)}
+        assert pair.listening(FIRST) == {pair.network.address(FIRST), "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("hit", "said"),
+    [
+        (lambda pair: pair.rank().kill(), "rank 1 was ended by SIGKILL"),
+        (lambda pair: pair.rank().suspend(), "rank 1 stood still for 1.2 s"),
+        (lambda pair: psutil.Process(pair.follower.pid).suspend(), "rank 1 stood still for 1.2 s"),
+    ],
+    ids=["killed", "stopped", "host-stopped"],
+)
+async def test_streams_outlive_a_rank_of_the_other_host(pair: Pair, hit: Callable[[Pair], None], said: str) -> None:
+    before, ends = pair.said(FIRST).count(said), len(pair.ends)
+    async with streams(pair):
+        hit(pair)
+    assert pair.said(FIRST).count(said) > before
+    assert len(pair.ends) > ends
+
+
+async def test_streams_outlive_the_way_between_the_hosts(pair: Pair) -> None:
+    """Both ends find it by themselves; neither hears of the other."""
+    ends = len(pair.ends)
+    async with streams(pair):
+        with pair.network.partition(FIRST, SECOND):
+
+            async def ended() -> bool:
+                return len(pair.ends) > ends
+
+            await until(ended, "the other host to end its rank")
+    assert "its host cannot be reached" in pair.said(FIRST)
