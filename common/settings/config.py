@@ -121,7 +121,8 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "speculative": "--speculative-algorithm --spec-type",
 }
 _ONE_DEVICE: Final = (
-    "--tensor-parallel-size N runs a model in N processes of one host; --workers N starts N replicas of it"
+    "--tensor-parallel-size N runs a model in N processes, on several hosts by WORLD_SIZE, RANK, MASTER_ADDR and "
+    "MASTER_PORT; --workers N starts N replicas of it"
 )
 # Why there is no such option -> the flags of others.
 _ABSENT: Final[Mapping[str, str]] = {

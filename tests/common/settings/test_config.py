@@ -161,8 +161,8 @@ def test_types_have_the_names_of_other_engines_too(given: str, dtype: str) -> No
 def test_flags_of_other_engines_are_answered_and_their_values_taken_with_them() -> None:
     found = violations("--ctx-size", "4096", "-pp=2", "-m", "x", "--page-size", "17", "--port", "x", "stray")
     one_device = (
-        "is not there: --tensor-parallel-size N runs a model in N processes of one host; --workers N starts N replicas"
-        " of it"
+        "is not there: --tensor-parallel-size N runs a model in N processes, on several hosts by WORLD_SIZE, RANK, "
+        "MASTER_ADDR and MASTER_PORT; --workers N starts N replicas of it"
     )
     assert found == {
         "--ctx-size": "is not an option here; `quire serve` has --max-model-len",

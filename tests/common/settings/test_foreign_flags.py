@@ -32,8 +32,8 @@ def test_no_flag_of_the_suite_is_taken_for_a_foreign_one() -> None:
         (
             "--nnodes",
             (
-                "is not there: --tensor-parallel-size N runs a model in N processes of one host; --workers N starts N"
-                " replicas of it"
+                "is not there: --tensor-parallel-size N runs a model in N processes, on several hosts by WORLD_SIZE, "
+                "RANK, MASTER_ADDR and MASTER_PORT; --workers N starts N replicas of it"
             ),
         ),
         ("--model-draft", "is not an option here; --draft-model is the same"),

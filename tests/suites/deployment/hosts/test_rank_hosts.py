@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-import grpc
 import psutil
 import pytest
 import pytest_asyncio
 
 from bench.fault_injection.hosts.network import Network
 from bench.fault_injection.hosts.suite import until
+from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from cli.demo_model import CHECKPOINT
 from common.process.python import module_command
-from common.rpc.server import open_channel
+from quire.client import AsyncClient
 from tests.support.load import prompts
 from tests.support.reference import assert_greedy
-from tests.support.suite import Outcome, greedy, stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FIRST, SECOND = "first", "second"
@@ -31,6 +30,13 @@ STREAMS, TOKENS = 8, 400
 PORT: Final = 50051
 _LISTEN: Final = "0A"
 _ENGINE: Final = ("--dtype", "float32", "-tp", "2", "--threads", "1", "--kv-blocks", "1024", "--rank-interface", "eth0")
+
+
+def address_of(words: str) -> str:
+    """Return an address of /proc/net/tcp, or of tcp6, where those of IPv4 are mapped."""
+    packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+    address = ipaddress.ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 class Pair:
@@ -76,16 +82,12 @@ class Pair:
         return (self._folder / f"{host}.log").read_text(errors="replace")
 
     def listening(self, host: str) -> set[str]:
-        """Return the addresses at which anything listens on a host; `::` for any one of IPv6."""
+        """Return the addresses at which anything listens on a host."""
         process = self.follower if host == SECOND else self._suite
         assert process is not None
-        found = set()
-        for family, size in (("tcp", 8), ("tcp6", 32)):
-            for line in Path(f"/proc/{process.pid}/net/{family}").read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                address, listens = bytes.fromhex(local[:size]), state == _LISTEN
-                found |= {socket.inet_ntoa(address[::-1]) if size == 8 else "::"} if listens else set()
-        return found
+        tables = [Path(f"/proc/{process.pid}/net/{family}").read_text() for family in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+        return {address_of(local.partition(":")[0]) for _, local, _, state, *_ in rows if state == _LISTEN}
 
     async def aclose(self) -> None:
         if self._keeper is not None:
@@ -112,27 +114,18 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 
 @asynccontextmanager
 async def streams(pair: Pair) -> AsyncIterator[None]:
-    """Run streams beside what the caller does, once all have tokens; each token must be that of transformers."""
-    asked = prompts(STREAMS, seed=7)
-    outcomes, firsts = [Outcome() for _ in asked], [asyncio.Event() for _ in asked]
-    async with open_channel(f"{pair.network.address(FIRST)}:{PORT}") as channel:
-        await until(lambda: ready(channel), "the router to answer")
-        tasks = [
-            asyncio.create_task(stream(channel, greedy(prompt, TOKENS), 240, first, outcome))
-            for prompt, first, outcome in zip(asked, firsts, outcomes, strict=True)
-        ]
-        await asyncio.gather(*(first.wait() for first in firsts))
+    """Run streams beside what the caller does, once all have tokens; each token must be that of transformers.
+
+    The client resumes them: the only worker is away for longer than a router waits for one.
+    """
+    running = [Stream(0, prompt) for prompt in prompts(STREAMS, seed=7)]
+    async with AsyncClient(f"{pair.network.address(FIRST)}:{PORT}", retry=RETRY, ca="") as client:
+        tasks = [asyncio.create_task(each.run(client, TOKENS)) for each in running]
+        await until_tokens(running, 4, tasks)
         yield
         await asyncio.gather(*tasks)
-    assert_greedy(asked, [outcome.tokens for outcome in outcomes], TOKENS)
-
-
-async def ready(channel: grpc.aio.Channel) -> bool:
-    """Return whether the worker answers: one token comes."""
-    try:
-        return bool((await stream(channel, greedy(prompts(1)[0], 1), 60)).tokens)
-    except grpc.aio.AioRpcError:
-        return False
+    assert [each.broken for each in running if each.broken] == []
+    assert_greedy([each.prompt for each in running], [each.tokens for each in running], TOKENS)
 
 
 async def test_tokens_of_ranks_on_two_hosts_are_those_of_transformers(pair: Pair) -> None:

@@ -46,9 +46,13 @@ class Manifests:
         return found
 
     def pods(self) -> dict[str, Manifest]:
-        """Return the pod template of each deployment and stateful set."""
+        """Return the pod template of each deployment and stateful set, and both of a leader with its workers."""
         owners = [*self.of("Deployment"), *self.of("StatefulSet")]
-        return {each["metadata"]["name"]: each["spec"]["template"] for each in owners}
+        found = {each["metadata"]["name"]: each["spec"]["template"] for each in owners}
+        for each in self.of("LeaderWorkerSet"):
+            name, group = each["metadata"]["name"], each["spec"]["leaderWorkerTemplate"]
+            found |= {name: group["leaderTemplate"], f"{name}-follower": group["workerTemplate"]}
+        return found
 
     def containers(self) -> Iterator[tuple[str, Manifest, Manifest]]:
         """Yield name, pod specification and container of each deployment and stateful set; each has one."""
@@ -56,10 +60,13 @@ class Manifests:
             (container,) = pod["spec"]["containers"]
             yield name, pod["spec"], container
 
-    def environment(self, name: str) -> dict[str, str]:
-        """Return the variables that the container of these pods gets, its pod's fields filled in."""
+    def environment(self, name: str, before: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the variables that the container of these pods gets, fields of its pod filled in.
+
+        `before` come first: those that a controller adds.
+        """
         (container,) = self.pods()[name]["spec"]["containers"]
-        variables: dict[str, str] = {}
+        variables = dict(before or {})
         for source in container.get("envFrom", []):
             variables |= self.one("ConfigMap", source["configMapRef"]["name"])["data"]
         for each in container.get("env", []):

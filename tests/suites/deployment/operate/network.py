@@ -51,7 +51,7 @@ def _may(policies: list[Manifest], direction: str, pod: Pod, other: Pod, port: i
 
 
 def _has(ports: list[dict[str, Any]], port: int) -> bool:
-    return any(each["port"] == port and each["protocol"] == "TCP" for each in ports)
+    return any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports if each["protocol"] == "TCP")
 
 
 def _is(peer: Mapping[str, Any], pod: Pod, other: Pod) -> bool:

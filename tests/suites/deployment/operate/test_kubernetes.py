@@ -17,6 +17,7 @@ from common.settings.config import load
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.plane.rank_hosts import Hosts
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.suites.deployment.operate.files import DOCKER, ROOT, load_yaml
@@ -53,6 +54,7 @@ COMPONENTS = (
     "keda",
     "prefill",
     "prometheus-operator",
+    "ranks",
 )
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
@@ -456,3 +458,76 @@ def test_prefill_workers_have_the_edges_of_workers(prefill: Manifests) -> None:
     assert set(map(alike, found)) == DIAGRAM | SCRAPED | ASKED | {("bystander", "dns", 53)}
     between = {("gpuworker", PREFILL, DATA_PORT), (PREFILL, "gpuworker", DATA_PORT), ("router", PREFILL, 50053)}
     assert between < found
+
+
+# ---------------------------------------------------------------- workers whose ranks are on several pods
+
+FOLLOWER = "gpuworker-follower"
+PLACED = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
+LEADER = "gpuworker-0.gpuworker.quire"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
+    return with_components(tmp_path_factory.mktemp("ranks"), "ranks")
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_with_ranks_is_valid(ranks: Manifests, version: str) -> None:
+    """The templates of a LeaderWorkerSet are those of pods; its own fields are another program's."""
+    for each in ranks.all:
+        if each["kind"] != "LeaderWorkerSet":
+            kubernetes_validate.validate(each, version, strict=True)
+    for name in ("gpuworker", FOLLOWER):
+        pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(ranks.pods()[name])}
+        pod["metadata"]["name"] = name
+        kubernetes_validate.validate(pod, version, strict=True)
+    assert {each["metadata"].get("namespace") for each in ranks.all if each["kind"] != "Namespace"} == {"quire"}
+
+
+def test_a_leader_is_the_worker_of_the_base_and_a_follower_is_the_leader_without_ports(ranks: Manifests) -> None:
+    """What the base changes must be changed there, too."""
+    base, leader, follower = (
+        copy.deepcopy(found.pods()[name]["spec"])
+        for found, name in ((variant("base"), "gpuworker"), (ranks, "gpuworker"), (ranks, FOLLOWER))
+    )
+    assert not [each for each in ranks.of("Deployment") if each["metadata"]["name"] == "gpuworker"]
+    containers = [pod["containers"][0] for pod in (base, leader, follower)]
+    for container in containers:  # its name has a hash of the options
+        assert container.pop("envFrom")
+    placed = [each for each in containers[1]["env"] if each["name"] in PLACED]
+    assert containers[2].pop("env") == placed
+    containers[1]["env"] = [each for each in containers[1]["env"] if each["name"] not in PLACED]
+    assert leader == base
+    for field in ("env", "ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"):
+        assert containers[1].pop(field)
+    for pod in (leader, follower):
+        del pod["topologySpreadConstraints"]
+    assert follower == leader
+
+
+@pytest.mark.parametrize(("name", "index"), [("gpuworker", "0"), (FOLLOWER, "1")])
+def test_each_pod_of_a_group_has_its_ranks(ranks: Manifests, name: str, index: str) -> None:
+    group = ranks.one("LeaderWorkerSet", "gpuworker")["spec"]["leaderWorkerTemplate"]
+    by_cluster = {
+        "LWS_LEADER_ADDRESS": LEADER,
+        "LWS_GROUP_SIZE": str(group["size"]),
+        "LWS_WORKER_INDEX": index,
+    }
+    environment = image_environment("gpuworker") | ranks.environment(name, by_cluster)
+    environment["QUIRE_DEVICE"] = "cpu"  # as the image for CPUs has it
+    found = load(GpuWorkerSettings, environ=environment)
+    hosts = Hosts.of(environment, found.tensor_parallel_size)
+    assert hosts == Hosts(group["size"], int(index), LEADER, 29500)
+    assert hosts.interface_problem(found.rank_interface) is None
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+
+
+def test_only_ranks_reach_ranks_beside_the_edges_of_workers(ranks: Manifests) -> None:
+    found = all_edges(ranks)
+    among = {(one, other) for one, other, port in found if port == DATA_PORT and "follower" in one + other}
+    assert among == {("gpuworker", FOLLOWER), (FOLLOWER, "gpuworker")}
+    beside = {edge for edge in found if FOLLOWER not in edge[:2] and edge[:2] != ("gpuworker", "gpuworker")}
+    both = DIAGRAM | SCRAPED | ASKED | {("bystander", "dns", 53)}
+    assert beside == {edge for edge in both if edge[:2] != ("gpuworker", "gpuworker")}
+    assert {edge[:2] for edge in found if FOLLOWER in edge[:2]} - among == {(FOLLOWER, "dns")}

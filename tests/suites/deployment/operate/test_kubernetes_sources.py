@@ -15,12 +15,14 @@ from tests.suites.deployment.operate.manifests import K8S
 
 CERT_MANAGER = K8S / "components" / "cert-manager"
 # What other programs define; test_kubernetes_scaling.py and test_kubernetes_monitoring.py look at theirs.
-FOREIGN = {"cert-manager.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
+FOREIGN = {"cert-manager.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1", "leaderworkerset.x-k8s.io/v1"}
+# How kustomize builds, which no cluster gets.
+FOR_KUSTOMIZE = ("kustomization.yaml", "references.yaml")
 # Parts of overlays are patches, which are not manifests by themselves.
 WHOLE = [
     path
     for path in sorted(K8S.glob("**/*.yaml"))
-    if path.name != "kustomization.yaml" and (path.parent.name != "gpu" or path.name == "model.yaml")
+    if path.name not in FOR_KUSTOMIZE and (path.parent.name != "gpu" or path.name == "model.yaml")
 ]
 
 
@@ -52,7 +54,11 @@ def test_cert_manager_gets_its_own_kinds_and_one_certificate_for_each_role() -> 
 def test_every_file_is_named_in_its_kustomization() -> None:
     for kustomization in K8S.glob("**/kustomization.yaml"):
         parts = load_yaml(kustomization)
-        named = {*parts.get("resources", ()), *(patch.get("path") for patch in parts.get("patches", ()))}
+        named = {
+            *parts.get("resources", ()),
+            *parts.get("configurations", ()),
+            *(patch.get("path") for patch in parts.get("patches", ())),
+        }
         files = {path.name for path in kustomization.parent.glob("*.yaml")} - {"kustomization.yaml"}
         assert files <= named, kustomization
 
