@@ -156,7 +156,7 @@ class Bridge:
 
     def _follow(self, host: int, on_end: Callable[[int], None]) -> None:
         """Take over what another host says, until its link ends."""
-        link, ranks = self._links[host], self.hosts.ranks(host, self._ranks.size)
+        link, ranks, board = self._links[host], self.hosts.ranks(host, self._ranks.size), self._ranks.board
         try:
             while not self._failed.is_set():
                 message = link.recv_bytes(_MOST_BYTES)
@@ -164,8 +164,8 @@ class Bridge:
                 if kind == _BEATS and len(body) == 4 * (1 + len(ranks)):
                     serving, *beats = struct.unpack(f"<{1 + len(ranks)}I", body)
                     for rank, each in zip(ranks, beats, strict=True):
-                        self._ranks.board.follow(rank, each, bool(serving))
-                elif kind == _TOKENS and not host and len(body) % 8 == 0:
+                        board.follow(rank, each, bool(serving))
+                elif kind == _TOKENS and not host and len(body) in range(0, 8 * board.struct.tokens + 1, 8):
                     token_ids = np.frombuffer(body, dtype=np.int64)
                     self._ranks.memory.token_ids[: len(token_ids)] = torch.from_numpy(token_ids.copy())
                     self._ranks.move_on(range(1), BEGUN)

@@ -169,6 +169,10 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{WORKER}/plane/test_rank_group.py::test_ranks_that_do_not_come_are_named",
         f"{WORKER}/plane/test_rank_group.py::test_each_difference_between_ranks_is_a_line",
     ),
+    "another host of a worker's ranks, or the way to it, is lost": (
+        f"{SUITES}/deployment/hosts/test_rank_hosts.py::test_streams_outlive_the_way_between_the_hosts",
+        f"{WORKER}/plane/test_rank_hosts.py::test_a_rank_or_a_host_that_is_lost_ends_the_worker",
+    ),
     "a step fails": (
         (
             f"{WORKER}/engine/test_engine.py::"

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,8 +27,9 @@ import torch
 from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
-from gpuworker.native.ranks import RankBoard
+from gpuworker.native.ranks import HostRanks, RankBoard
 from gpuworker.plane.assembly import assemble
+from gpuworker.plane.rank_bridge import Bridge
 from gpuworker.plane.rank_hosts import Hosts
 from gpuworker.plane.rank_rendezvous import RemoteMember, Rendezvous, interface_of, join
 from gpuworker.runner.executor import PlacedCheckpoint
@@ -154,6 +156,55 @@ def test_a_rank_elsewhere_ends_with_its_link_or_with_a_word() -> None:
         assert RemoteMember(gone).ended().startswith("is gone")
 
 
+class Linked:
+    """A bridge of the second host of two, and the other end of its link."""
+
+    def __init__(self) -> None:
+        library, self.board, self.ended = native.best(), RankBoard.make(), threading.Event()
+        assert library is not None
+        own, other = socket.socketpair()
+        self.link = Connection(own.detach())
+        bridge = Bridge(
+            HostRanks(library, self.board, range(1, 2), 2), Hosts(2, 1, "x", 1), {0: Connection(other.detach())}
+        )
+        bridge.start(lambda host: self.ended.set())
+
+    def close(self) -> None:
+        self.link.close()
+        assert self.ended.wait(PATIENCE)
+        self.board.close()
+
+
+@pytest.fixture
+def linked() -> Iterator[Linked]:
+    found = Linked()
+    yield found
+    found.close()
+
+
+needs_native = pytest.mark.skipif(native.best() is None, reason="the native library is not there")
+
+
+@needs_native
+def test_beats_go_both_ways_and_say_whether_the_worker_serves(linked: Linked) -> None:
+    linked.board.struct.ranks[1].beats = 7
+    wait_until(lambda: linked.link.recv_bytes() == b"B" + struct.pack("<2I", 0, 7))
+    linked.link.send_bytes(b"B" + struct.pack("<2I", 1, 2**32 - 1))
+    wait_until(lambda: linked.board.serving)
+    assert linked.board.beats(0) == 2**32 - 1
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "message", [b"", b"X", b"B" + bytes(4), b"B" + bytes(12), b"T" + bytes(7), b"T" + bytes(8), b"T" + bytes(1 << 20)]
+)
+def test_what_is_neither_beats_nor_tokens_ends_the_link(linked: Linked, message: bytes) -> None:
+    """Nor are tokens before the ranks have loaded, or more of them than a step has."""
+    linked.link.send_bytes(message)
+    assert linked.ended.wait(PATIENCE)
+    assert linked.board.struct.ranks[0].begun == 0
+
+
 # ------------------------------------------------------------ who comes
 
 
@@ -198,8 +249,6 @@ def test_a_host_whose_rank_0_does_not_come_says_where_it_looked() -> None:
 
 
 # ------------------------------------------------------------ steps
-
-needs_native = pytest.mark.skipif(native.best() is None, reason="the native library is not there")
 
 
 class TwoHosts:

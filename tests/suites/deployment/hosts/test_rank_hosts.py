@@ -1,13 +1,18 @@
-"""A worker whose ranks are on two hosts: its streams outlive the loss of a rank, of its host, and of the way there."""
+"""A worker whose ranks are on two hosts: its streams outlive the loss of a rank, of its host, and of the way there.
+
+They move to a worker of one rank beside it, which is of the same pool.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +34,7 @@ FIRST, SECOND = "first", "second"
 STREAMS, TOKENS = 8, 400
 PORT: Final = 50051
 _LISTEN: Final = "0A"
-_ENGINE: Final = ("--dtype", "float32", "-tp", "2", "--threads", "1", "--kv-blocks", "1024", "--rank-interface", "eth0")
+_ENGINE: Final = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "1024")
 
 
 def address_of(words: str) -> str:
@@ -45,8 +50,10 @@ class Pair:
     def __init__(self, network: Network, folder: Path) -> None:
         self.network, self._folder = network, folder
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": network.address(FIRST), "MASTER_PORT": "29500"}
-        self._environment = os.environ | place
+        self._environment = os.environ | {"QUIRE_POOL_KEY": secrets.token_hex(32)}
+        self._place = place
         self._suite: asyncio.subprocess.Process | None = None
+        self._whole: asyncio.subprocess.Process | None = None
         self.follower: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.ends: list[int] = []
@@ -54,8 +61,11 @@ class Pair:
 
     async def start(self) -> None:
         own = ("--host", self.network.address(FIRST), "--grpc-port", str(PORT), "--insecure")
-        own += ("--state-dir", str(self._folder / FIRST))
-        self._suite = await self._start(FIRST, "0", "cli.main", "serve", str(CHECKPOINT), *own, *_ENGINE)
+        state, ranks = ("--state-dir", str(self._folder / FIRST)), ("-tp", "2", "--rank-interface", "eth0")
+        words = ("serve", str(CHECKPOINT), *own, *state, *_ENGINE, *ranks)
+        self._suite = await self._start(FIRST, "0", "cli.main", *words)
+        whole = ("--worker-id", "whole", "--port", "50060", "--insecure", "--model", str(CHECKPOINT))
+        self._whole = await self._start(FIRST, "", "gpuworker", *whole, *_ENGINE)
         self._keeper = asyncio.create_task(self._keep())
 
     async def _start(self, host: str, rank: str, *words: str) -> asyncio.subprocess.Process:
@@ -63,13 +73,14 @@ class Pair:
         with (self._folder / f"{host}.log").open("ab") as lines:
             return await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=lines, stderr=lines,
-                env=self._environment | {"RANK": rank},
+                env=self._environment | (self._place | {"RANK": rank} if rank else {}),
             )  # fmt: skip
 
     async def _keep(self) -> None:
         """Start rank 1 again whenever it has ended, as a supervisor of the host does."""
         while True:
-            self.follower = await self._start(SECOND, "1", "gpuworker", "--model", str(CHECKPOINT), *_ENGINE)
+            own = ("--model", str(CHECKPOINT), "-tp", "2", "--rank-interface", "eth0")
+            self.follower = await self._start(SECOND, "1", "gpuworker", *own, *_ENGINE)
             self.ends.append(await self.follower.wait())
 
     def rank(self) -> psutil.Process:
@@ -89,12 +100,19 @@ class Pair:
         rows = [line.split() for table in tables for line in table.splitlines()[1:]]
         return {address_of(local.partition(":")[0]) for _, local, _, state, *_ in rows if state == _LISTEN}
 
+    async def usable(self) -> bool:
+        """Return whether the router has both workers, by its lines."""
+        said = self.said(FIRST)
+        last = [said.rfind(f"worker worker-0 {state}") for state in ("connected", "is not connected")]
+        return last[0] > last[1] and "worker whole connected" in said
+
     async def aclose(self) -> None:
         if self._keeper is not None:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        for process, how in ((self._suite, signal.SIGTERM), (self.follower, signal.SIGKILL)):
+        kill = signal.SIGKILL
+        for process, how in ((self._suite, signal.SIGTERM), (self.follower, kill), (self._whole, kill)):
             if process is not None and process.returncode is None:
                 process.send_signal(how)
                 await process.wait()
@@ -114,10 +132,8 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 
 @asynccontextmanager
 async def streams(pair: Pair) -> AsyncIterator[None]:
-    """Run streams beside what the caller does, once all have tokens; each token must be that of transformers.
-
-    The client resumes them: the only worker is away for longer than a router waits for one.
-    """
+    """Run streams beside what the caller does, once all have tokens; each token must be that of transformers."""
+    await until(pair.usable, "the router to have both workers")
     running = [Stream(0, prompt) for prompt in prompts(STREAMS, seed=7)]
     async with AsyncClient(f"{pair.network.address(FIRST)}:{PORT}", retry=RETRY, ca="") as client:
         tasks = [asyncio.create_task(each.run(client, TOKENS)) for each in running]
@@ -126,6 +142,10 @@ async def streams(pair: Pair) -> AsyncIterator[None]:
         await asyncio.gather(*tasks)
     assert [each.broken for each in running if each.broken] == []
     assert_greedy([each.prompt for each in running], [each.tokens for each in running], TOKENS)
+
+
+async def ended_since(pair: Pair, ends: int) -> bool:
+    return len(pair.ends) > ends
 
 
 async def test_tokens_of_ranks_on_two_hosts_are_those_of_transformers(pair: Pair) -> None:
@@ -148,8 +168,8 @@ async def test_streams_outlive_a_rank_of_the_other_host(pair: Pair, hit: Callabl
     before, ends = pair.said(FIRST).count(said), len(pair.ends)
     async with streams(pair):
         hit(pair)
+        await until(partial(ended_since, pair, ends), "the other host to end its rank")
     assert pair.said(FIRST).count(said) > before
-    assert len(pair.ends) > ends
 
 
 async def test_streams_outlive_the_way_between_the_hosts(pair: Pair) -> None:
@@ -157,9 +177,5 @@ async def test_streams_outlive_the_way_between_the_hosts(pair: Pair) -> None:
     ends = len(pair.ends)
     async with streams(pair):
         with pair.network.partition(FIRST, SECOND):
-
-            async def ended() -> bool:
-                return len(pair.ends) > ends
-
-            await until(ended, "the other host to end its rank")
+            await until(partial(ended_since, pair, ends), "the other host to end its rank")
     assert "its host cannot be reached" in pair.said(FIRST)
