@@ -7,6 +7,7 @@ holds. Where the suite must decide instead (ports, folders), `quire serve` refus
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from common.settings.options import Settings
 from common.untrusted.rare_lines import redacted
 from gpuworker.config import EngineSettings, GpuWorkerSettings, bound_address
 from gpuworker.models.kinds import known_kinds, why_not_served
-from gpuworker.plane.preflight import Machine
+from gpuworker.plane.preflight import Machine, follows_another_host
 from gpuworker.plane.preflight import problems as worker_problems
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
@@ -312,6 +313,9 @@ def _worker_problems(worker: GpuWorkerSettings, options: StackOptions, revision:
         if not folder.is_dir():
             return _kind_problems(worker, revision)
         found = worker_problems(worker, folder, Machine.here(), options.workers)
+        if follows_another_host(worker, os.environ):
+            what = "is not 0, so rank 0 and its suite are on another host; start quire-gpuworker here, or RANK=0"
+            found.append(FieldViolation("RANK", what))
         tokenizer_json(folder)  # a conversion takes seconds: once here, and the services find its result
     except InvalidConfig as error:
         return list(error.violations)

@@ -487,3 +487,14 @@ def test_workers_of_a_suite_have_no_data_address_in_common(base: dict[str, str])
     words = ("--workers", "2", "--host-memory", "1GiB", "--data-port", "0", "--data-address", "10.0.0.1:7000")
     assert refusals(words, base) == {"--data-address": "is the address of one worker, and there are 2; leave it out"}
     assert suite_options(("--workers", "1", *words[2:]), base).data_ports == (0,)
+
+
+def test_a_suite_has_rank_0_and_no_other(folder: Path, base: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs other ranks serves nothing, so a suite around it would wait for its worker for ever."""
+    place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    flags = ("--model", str(folder), "-tp", "2", "--threads", "1")
+    assert "start quire-gpuworker here" in refusals(flags, base)["RANK"]
+    monkeypatch.setenv("RANK", "0")
+    assert "RANK" not in refusals((*flags, "--workers", "0"), base)
