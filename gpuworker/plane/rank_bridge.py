@@ -35,6 +35,7 @@ from gpuworker.models.llama.shards import Place
 from gpuworker.native import library as native
 from gpuworker.native.ranks import BEGUN, MET, HostRanks, RankBoard
 from gpuworker.plane.rank_hosts import Hosts
+from gpuworker.plane.rank_rendezvous import connected_store
 from gpuworker.plane.rank_watch import LOOK_S, watch_first
 
 _log = logging.getLogger(__name__)
@@ -116,11 +117,9 @@ class Bridge:
             logits[:, columns] = theirs
 
     def _columns(self, host: int) -> slice:
-        ranks, size, vocab = (
-            self.hosts.ranks(host, self._ranks.size),
-            self._ranks.size,
-            self._ranks.memory.logits.shape[1],
-        )
+        """Return the columns of a host's ranks, which are side by side."""
+        size, vocab = self._ranks.size, self._ranks.memory.logits.shape[1]
+        ranks = self.hosts.ranks(host, size)
         return slice(Place(ranks.start, size).of(vocab)[0], Place(ranks.stop - 1, size).of(vocab)[1])
 
     # ------------------------------------------------------------ the links
@@ -196,8 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("ranks", "warning", "text")
     ranks = HostRanks(library, RankBoard(int(board)), hosts.own_ranks(int(size)), int(size))
     threading.Thread(target=watch_first, args=(ranks.board, parent), name="quire-watch", daemon=True).start()
-    from gpuworker.plane.rank_rendezvous import connected_store
-
     bridge = Bridge(ranks, hosts, {1 + n: Connection(int(link)) for n, link in enumerate(links)})
     bridge.start(lambda host: None)  # rank 0 looks at beats, and at the links of ranks
     run_bridge(bridge, connected_store(hosts, int(port), float(timeout)), interface, float(timeout))
