@@ -128,6 +128,7 @@ class Command:
         pickle.dumps(GpuWorkerSettings),
         b"cgpuworker.runner.rank_steps\ntime.sleep\n.",
         b"cgpuworker.runner.rank_messages\nimportlib\n.",
+        b"cgpuworker.runner.rank_steps\nConnection\n.",
         packed(Facts({"a": "b"}))[:-4],
         b"",
     ],
@@ -220,7 +221,7 @@ def test_ranks_of_hosts_that_do_not_come_are_named_and_strangers_are_not_taken_f
         address, _, port = meeting.store.get("links").decode().rpartition(":")
         assert address == "127.0.0.1"
         with socket.create_connection((address, int(port))) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1")  # longer than what a rank says
+            stranger.sendall(struct.pack("<4sii", b"QRK0", 1, 2))  # rank 2 by another protocol
             with pytest.raises(InvalidConfig) as refused:
                 meeting.await_guests()
             with suppress(ConnectionResetError):
