@@ -1,6 +1,6 @@
-"""A trace on pools of several sizes: with nothing that moves, with host memory, and with fetches between workers too.
+"""A trace on pools of several sizes: without a prefix cache, with the pool alone, with host memory, with fetches too.
 
-All three have equal pools. The last two have equal host memory, so that they differ by fetches between workers alone.
+All have equal pools. The last two have equal host memory, so that they differ by fetches between workers alone.
 
 A made-up load of shared prefixes is replayed with `--replicate` and without, both with fetches between workers.
 """
@@ -8,13 +8,14 @@ A made-up load of shared prefixes is replayed with `--replicate` and without, bo
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.lib.harness import median_interval, progress, report_columns
 from cli.replay.figures import Objective, figures_of
@@ -23,9 +24,11 @@ from cli.replay.policies import ROUTERS
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace, read_trace
 from cli.replay.worker import Timing
-from common.contracts.errors import InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.scheduling.step_costs import parse_costs
 
+Row = dict[str, Any]
+"""The conditions of one replay, and its figures under `figures`."""
 _BLOCK: Final = 256
 """Slots of a block: of a trace with longer ones, such as Mooncake's of 512, half of each."""
 _STEP_TOKENS: Final = 4096
@@ -37,15 +40,26 @@ _PLACES: Final = 16
 """Sequences that run at once at a worker: those beyond wait, and a queue is what makes a prefix hot."""
 _SEEDS: Final = 5
 COSTS: Final = "base=20ms,decode=50us,prefill=50us"
+BESIDE: Final = ("uncached", "none", "host", "moves")
+"""What a suite has beside its pools: not even a prefix cache, nothing, host memory, fetches between workers too."""
+_RATIOS: Final = (
+    ("goodput_ratio", "moves", "none"),
+    ("goodput_ratio_peers", "moves", "host"),
+    ("goodput_ratio_cache", "none", "uncached"),
+)
 NOTES: Final = {
     "goodput_ratio": "good requests a second, with host memory and fetches over without either; equal pools",
     "goodput_ratio_peers": "the same over host memory alone: equal pools and equal host memory",
+    "goodput_ratio_cache": "with the prefix cache of the pool alone over without any",
+    "goodput_uncached": "good requests a second without a prefix cache",
     "goodput_none": "good requests a second: the pool alone",
     "goodput_host": "the same with host memory",
     "goodput_moves": "the same with host memory and fetches between workers",
+    "ttft_p50_uncached_s": "virtual seconds to the first token, median: without a prefix cache",
     "ttft_p50_none_s": "virtual seconds to the first token, median: the pool alone",
     "ttft_p50_host_s": "the same with host memory",
     "ttft_p50_moves_s": "the same with fetches too",
+    "ttft_p99_uncached_s": "99th percentile: without a prefix cache",
     "ttft_p99_none_s": "99th percentile: the pool alone",
     "ttft_p99_host_s": "the same with host memory",
     "ttft_p99_moves_s": "the same with fetches too",
@@ -56,7 +70,7 @@ NOTES: Final = {
     "hits_moves_host": "in host memory",
     "hits_moves_disk": "on disk",
     "hits_moves_peer": "at another worker",
-    "refused": "requests that were refused, of all three replays",
+    "refused": "requests that were refused, of all these replays",
 }
 
 
@@ -84,6 +98,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     words.add_argument("--pools", type=int, nargs="+", default=[500, 1000, 2000], metavar="N", help=text)
     words.add_argument("--trace-workers", type=int, nargs="+", default=[4], metavar="N", help="numbers of workers")
     words.add_argument("--routing", nargs="+", default=["cost"], choices=sorted(ROUTERS), help="how one is chosen")
+    what = (
+        "replay with these alone: no prefix cache, the pool alone, host memory, fetches too (default: the last three)"
+    )
+    words.add_argument("--beside", nargs="+", default=list(BESIDE[1:]), choices=BESIDE, help=what)
+    what = "append a row for each replay to FILE, and replay none whose row it has"
+    words.add_argument("--rows", type=Path, metavar="FILE", help=what)
     words.add_argument("--host-times", type=float, default=2.0, metavar="X", help="host memory in pools (default 2)")
     words.add_argument("--disk-times", type=float, default=0.0, metavar="X", help="disk in pools (default 0)")
     words.add_argument("--costs", default=COSTS, help="costs of a step (default %(default)s)")
@@ -181,42 +201,87 @@ def main(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     arrivals = tuple([replace(each, at=each.at / args.load) for each in trace.arrivals[: args.first]])
     trace = replace(trace, arrivals=arrivals)
+    known = read_rows(args.rows)
     columns: dict[str, dict[str, float]] = {}
     alone = len(args.trace_workers) == len(args.routing) == 1
     for workers in args.trace_workers:
         for routing in args.routing:
             for pool in args.pools:
                 name = str(pool) if alone else f"{pool}_{workers}w_{routing}"
-                columns[name] = column(trace, args, pool, workers, routing)
+                columns[name] = column(rows_of(trace, args, known, (pool, workers, routing)))
     report_columns("replay", columns, NOTES, args.json)
     return 0
 
 
-def column(trace: Trace, args: argparse.Namespace, pool: int, workers: int, routing: str) -> dict[str, float]:
-    """Return the figures of one pool: with what moves, and without."""
-    options = replace(_options(args, pool, workers), max_queued=len(trace.arrivals), router=ROUTERS[routing])
-    rates, host, disk = parse_links(args.links), round(args.host_times * pool), round(args.disk_times * pool)
-    found, refused = dict[str, dict[str, float]](), 0.0
-    for name, moves in (
-        ("none", None),
-        ("host", Moves(host, disk, rates=rates)),
-        ("moves", Moves(host, disk, peers=True, rates=rates)),
-    ):
-        progress(f"pool {pool}, {workers} workers, {routing}: {name}")
-        found[name] = figures_of(replay(trace, replace(options, moves=moves)), Objective(args.slo_ttft, args.slo_itl))
-        refused += found[name]["refused"]
+def read_rows(path: Path | None) -> dict[str, Row]:
+    """Return the rows of a file by their conditions; none where there is no file. Raises InvalidConfig."""
+    if path is None or not path.exists():
+        return {}
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {_conditions(row): row for row in rows}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        what = f"{path} must have a row of a replay in each line ({error}); give another file"
+        raise InvalidConfig(FieldViolation("--rows", what)) from None
+
+
+def _conditions(row: Row) -> str:
+    return json.dumps({name: value for name, value in row.items() if name != "figures"}, sort_keys=True)
+
+
+def rows_of(
+    trace: Trace, args: argparse.Namespace, known: dict[str, Row], where: tuple[int, int, str]
+) -> dict[str, dict[str, float]]:
+    """Return the figures of one pool by what the suite has beside it; replay what no known row has."""
+    pool, workers, routing = where
+    found = dict[str, dict[str, float]]()
+    for name in args.beside:
+        row: Row = {
+            "trace": args.trace.name, "requests": len(trace.arrivals), "load": args.load, "pool": pool,
+            "workers": workers, "routing": routing, "beside": name, "costs": args.costs, "links": args.links,
+            "host_times": args.host_times, "disk_times": args.disk_times,
+            "slo_ttft": args.slo_ttft, "slo_itl": args.slo_itl,
+        }  # fmt: skip
+        key = _conditions(row)
+        if key not in known:
+            progress(f"pool {pool}, {workers} workers, {routing}: {name}")
+            known[key] = row | {"figures": _replayed(trace, args, where, name)}
+            if args.rows is not None:
+                with args.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(known[key]) + "\n")
+        found[name] = known[key]["figures"]
+    return found
+
+
+def _replayed(trace: Trace, args: argparse.Namespace, where: tuple[int, int, str], beside: str) -> dict[str, float]:
+    pool, workers, routing = where
+    host, disk = round(args.host_times * pool), round(args.disk_times * pool)
+    moves = Moves(host, disk, peers=beside == "moves", rates=parse_links(args.links))
+    options = replace(
+        _options(args, pool, workers),
+        max_queued=len(trace.arrivals),
+        router=ROUTERS[routing],
+        prefix_caching=beside != "uncached",
+        moves=moves if beside in ("host", "moves") else None,
+    )
+    return figures_of(replay(trace, options), Objective(args.slo_ttft, args.slo_itl))
+
+
+def column(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of one pool, and the ratios of goodput, by what its suites have beside it."""
     goodput = {name: each["goodput"] for name, each in found.items()}
-    figures = {
-        "goodput_ratio": goodput["moves"] / goodput["none"] if goodput["none"] else float("inf"),
-        "goodput_ratio_peers": goodput["moves"] / goodput["host"] if goodput["host"] else float("inf"),
-    }
+    figures = dict[str, float]()
+    for name, over, under in _RATIOS:
+        if over in goodput and under in goodput:
+            figures[name] = goodput[over] / goodput[under] if goodput[under] else math.inf
     figures |= {f"goodput_{name}": value for name, value in goodput.items()}
     for share in ("p50", "p99"):
         figures |= {f"ttft_{share}_{name}_s": each[f"ttft_{share}_s"] for name, each in found.items()}
     figures |= {f"hits_{name}": each["hit_share"] for name, each in found.items()}
-    places = ("pool", "host", "disk", "peer")
-    figures |= {f"hits_moves_{place}": found["moves"][f"hit_{place}_share"] for place in places}
-    return figures | {"refused": refused}
+    if "moves" in found:
+        places = ("pool", "host", "disk", "peer")
+        figures |= {f"hits_moves_{place}": found["moves"][f"hit_{place}_share"] for place in places}
+    return figures | {"refused": sum(each["refused"] for each in found.values())}
 
 
 def _options(args: argparse.Namespace, pool: int, workers: int) -> ReplayOptions:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.lib import trace_moves
 from bench.lib.trace_moves import zipf_load
 from bench.replay import main
 from tests.support.bench_process import run_benchmark
@@ -50,6 +51,29 @@ def test_a_trace_is_replayed_with_moves_and_without_by_size_of_pool(tmp_path: Pa
     assert figures["hits_moves_20"] > figures["hits_none_20"]
     assert figures["hits_moves_host_20"] > figures["hits_moves_host_200"]
     assert figures["goodput_ratio_20"] >= 1.0
+
+
+def test_rows_are_kept_and_not_replayed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["--trace", str(conversations(tmp_path)), "--pools", "60", "--costs", "base=5ms,prefill=100us", "--json"]
+    words += ["--rows", str(rows), "--trace-workers", "2", "--load", "4"]
+    assert main([*words, "--beside", "uncached"]) == 0
+    assert len(rows.read_text().splitlines()) == 1
+    assert main([*words, "--beside", "uncached", "none"]) == 0
+    uncached, none = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert uncached | {"beside": "none", "figures": none["figures"]} == none
+    assert none["figures"]["hit_share"] > 0.0 == uncached["figures"]["hit_share"]
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    ratio = none["figures"]["goodput"] / uncached["figures"]["goodput"]
+    assert figures["goodput_ratio_cache_60"] == pytest.approx(ratio, abs=1e-5)
+    monkeypatch.setattr(trace_moves, "replay", None)
+    assert main([*words, "--beside", "none", "uncached"]) == 0
+    rows.write_text("a row\n")
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "--rows: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
