@@ -1,7 +1,8 @@
 """`quire replay LOG`: replays recorded arrivals on simulated workers, as the suite was and as it could be.
 
-LOG is a log of `quire record`, or a trace in Mooncake's form. The real cores of router, KV manager and worker decide;
-steps take the time of a cost model, which is fitted to the log. Equal logs and options give equal decisions.
+LOG is a log of `quire record`, or a public trace in the form of Mooncake (JSON lines) or of Azure (CSV). The real cores
+of router, KV manager and worker decide; steps take the time of a cost model, which is fitted to the log. Equal logs and
+options give equal decisions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,12 +21,12 @@ from rich.console import Console
 from cli.client import add_json, command_console, failed, path_of, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
-from cli.replay.fit import MOST_REQUESTS, Fit, fit
+from cli.replay.fit import FIT_REQUESTS, Fit, fit
 from cli.replay.links import DEFAULT_LINKS, LinkRates, Moves, parse_links
 from cli.replay.policies import POLICIES, ROUTERS, with_policies
 from cli.replay.screen import drawn
 from cli.replay.simulation import ReplayOptions, replay
-from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace
+from cli.replay.trace import MOST_REQUESTS, Trace, lines_of, mooncake_lines, read_trace
 from cli.replay.worker import Timing
 from common.contracts.errors import FieldViolation, InvalidConfig, QuireError
 from common.contracts.limits import MAX_BLOCK_PAGES, MAX_KV_GROUPS
@@ -40,6 +42,14 @@ _SIZES: Final = {
     "max_num_batched_tokens": 1 << 16,
 }
 _MOST_WINDOW: Final = 1 << 24
+# A time without requests that is told: so many seconds, and such a part of the trace.
+_LONG_GAP_S: Final = 60.0
+_LONG_GAP: Final = 0.05
+_REFUSALS: Final = {
+    "InvalidRequest": "as they are longer than a worker's pool or context",
+    "Overloaded": "as the router's queue was full",
+}
+_MOST_SEEDS: Final = 1000
 # Columns of their own.
 _MOST_POLICIES: Final = 8
 
@@ -47,7 +57,11 @@ _MOST_POLICIES: Final = 8
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser("quire replay", description=__doc__, formatter_class=form)
-    flags.add_argument("log", type=path_of, help="log of `quire record`, or a trace in Mooncake's form")
+    text = "log of `quire record`, or a trace in the form of Mooncake or Azure; .gz is unpacked"
+    given = flags.add_mutually_exclusive_group(required=True)
+    given.add_argument("log", type=path_of, nargs="?", metavar="LOG", help=text)
+    given.add_argument("--trace", type=path_of, metavar="FILE", help="the same, as the benchmarks take it")
+    flags.add_argument("--first", type=int, metavar="N", help="replay its first N requests alone")
     change = flags.add_argument_group("what changes")
     change.add_argument("--workers", type=int, metavar="N", help="workers")
     change.add_argument("--routers", type=int, metavar="N", help="routers, which take the requests in turn")
@@ -151,8 +165,9 @@ def _check_all(args: argparse.Namespace) -> None:
     """Raise InvalidConfig for a flag that is wrong, before anything is read or replayed."""
     if not 0 < args.load < 1e6:
         raise InvalidConfig(FieldViolation("--load", f"is {args.load:g}; expected a number above 0"))
-    if not 1 <= args.seeds <= 1000:
-        raise InvalidConfig(FieldViolation("--seeds", f"is {args.seeds}; expected 1 to 1000"))
+    if args.first is not None:
+        _check("--first", args.first, MOST_REQUESTS)
+    _check("--seeds", args.seeds, _MOST_SEEDS)
     if len(args.policy) > _MOST_POLICIES:
         raise InvalidConfig(FieldViolation("--policy", f"is given {len(args.policy)} times; {_MOST_POLICIES} at most"))
     for name in ("host_blocks", "disk_blocks"):
@@ -184,6 +199,7 @@ class Answer:
     timing: Timing
     digest: str
     decisions: Mapping[str, int]
+    refused: Mapping[str, Mapping[str, int]]
     replayed: int
     seconds: float
     virtual_seconds: float
@@ -195,7 +211,7 @@ def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = 
     fitted = None
     if args.costs is not None:
         options = replace(options, timing=replace(options.timing, costs=_costs(args.costs)))
-    elif recorded_figures(replace(trace, arrivals=trace.arrivals[:MOST_REQUESTS])):
+    elif recorded_figures(replace(trace, arrivals=trace.arrivals[:FIT_REQUESTS])):
         say("fitting the cost of a step to the log")
         fitted = fit(trace, options, replay)
         options = replace(options, timing=fitted.timing)
@@ -204,7 +220,7 @@ def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = 
     if recorded := recorded_figures(trace):
         columns["recorded"] = {name: Interval(value, value, value) for name, value in recorded.items()}
     began, requests, virtual = time.perf_counter(), 0, 0.0
-    digest, decisions = "", dict[str, int]()
+    digest, decisions, refused = "", dict[str, int](), dict[str, Mapping[str, int]]()
     tried = {"replayed": (trace, options)}
     arriving = faster(trace, args.load)
     if changed != options or args.load != 1.0:
@@ -218,10 +234,11 @@ def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = 
             requests, virtual = requests + len(run.requests), virtual + run.seconds
             if seed == 0:
                 digest, decisions = run.digest, dict(run.decisions)
+                refused[name] = Counter(each.refused for each in run.requests if each.refused)
             found.append(figures_of(run))
         columns[name] = over_seeds(found)
     took = time.perf_counter() - began
-    return Answer(columns, fitted, options.timing, digest, decisions, requests, took, virtual)
+    return Answer(columns, fitted, options.timing, digest, decisions, refused, requests, took, virtual)
 
 
 def _costs(text: str) -> Any:
@@ -233,7 +250,12 @@ def _costs(text: str) -> Any:
 
 def show(console: Console, trace: Trace, found: Answer) -> None:
     console.print(f"{len(trace.arrivals):,} requests in {trace.seconds:,.1f} s", highlight=False)
+    for line in remarks_of(trace):
+        console.print(line, highlight=False)
     console.print(drawn(found.columns))
+    for name, kinds in found.refused.items():
+        for kind, count in kinds.items():
+            console.print(f"{name}: {count:,} refused, {_REFUSALS.get(kind, kind)}.", highlight=False)
     step = _words_of(found.timing.costs)
     if found.fitted is not None:
         off = ", ".join(
@@ -245,6 +267,17 @@ def show(console: Console, trace: Trace, found: Answer) -> None:
         console.print(f"\nA step: {step}, not measured.", highlight=False)
     rate, real = found.replayed / found.seconds, found.virtual_seconds / found.seconds
     console.print(f"{rate:,.0f} requests replayed a second, {real:,.1f} times real time.", highlight=False)
+
+
+def remarks_of(trace: Trace) -> Iterator[str]:
+    """Yield what a reader of the figures must know of the trace."""
+    if trace.late_lines:
+        yield f"Lines with an earlier time than the one above: {trace.late_lines:,}. The order is that of the times."
+    if not any(each.blocks for each in trace.arrivals):
+        yield "It names no contents, so no request shares a prefix with another one."
+    gap, begins = trace.longest_gap
+    if gap >= _LONG_GAP_S and gap > _LONG_GAP * trace.seconds:
+        yield f"No request comes for {gap:,.0f} s, from {begins:,.0f} s on; figures a second count that time."
 
 
 def _words_of(costs: StepCosts) -> str:
@@ -269,6 +302,8 @@ def as_json(trace: Trace, found: Answer) -> dict[str, Any]:
     return {
         "requests": len(trace.arrivals),
         "seconds": trace.seconds,
+        "remarks": [*remarks_of(trace)],
+        "refused": {name: dict(kinds) for name, kinds in found.refused.items()},
         "columns": {
             name: {key: asdict(each) for key, each in line.items() if not math.isnan(each.mean)}
             for name, line in found.columns.items()
@@ -297,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
     console = command_console()
     try:
         _check_all(args)
-        trace = read_trace(args.log)
+        trace = read_trace(args.trace or args.log, args.first)
         if args.export:
             export(trace, args.export, args.form)
             return 0

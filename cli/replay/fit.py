@@ -164,7 +164,7 @@ def least_squares(lines: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
 
 
 # Requests that a fit takes at most: the first ones.
-MOST_REQUESTS: Final = 2000
+FIT_REQUESTS: Final = 2000
 _ROUNDS: Final = 4
 # Messages one after another from a router's submission to the first token at the router.
 _MESSAGES: Final = 4
@@ -180,7 +180,7 @@ class Fit:
 
 def fit(trace: Trace, options: ReplayOptions, run: Callable[[Trace, ReplayOptions], Replay]) -> Fit:
     """Return the best of a few replays. Raises ValueError for a trace without measurements."""
-    part = replace(trace, arrivals=trace.arrivals[:MOST_REQUESTS])
+    part = replace(trace, arrivals=trace.arrivals[:FIT_REQUESTS])
     recorded = recorded_figures(part)
     if not recorded:
         raise ValueError("the trace has no measurements")

@@ -1,17 +1,23 @@
 """The log of arrivals that `quire replay` reads: lengths and keyed hashes of blocks, no text.
 
 The first line is a header, every other line is one request, each a JSON object. A block of `block_size` tokens is named
-by a number, and two requests share a prefix as far as their numbers are equal. Mooncake's traces have no header and
-blocks of 512 tokens; they are read and written too. A file whose name ends with .gz is unpacked.
+by a number, and two requests share a prefix as far as their numbers are equal. A file whose name ends with .gz is
+unpacked. Public traces are read too:
+
+    Mooncake   {"timestamp": MS, "input_length": N, "output_length": N, "hash_ids": [ID, ...]}, an id for 512 tokens
+    Azure      columns TIMESTAMP, ContextTokens, GeneratedTokens, of dates and counts: no request shares a prefix
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +34,10 @@ _MOST_SECONDS: Final = 7 * 86400.0
 _MOST_TOOK: Final = 86400.0
 # Traces may have times of a clock, in milliseconds from 1970.
 _LATEST_MS: Final = 1e13
+_AZURE: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_FORMS: Final = "a log of `quire record`, or a trace of Mooncake or Azure"
+# Those of two days at six a second; each takes some 2 KiB of a replay.
+MOST_REQUESTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,58 +68,128 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in order of time. `suite` says how the recorded suite was made; it is empty for a foreign trace."""
+    """Arrivals in order of time. `suite` says how the recorded suite was made; it is empty for a foreign trace.
+
+    `late_lines` counts the lines of a foreign trace whose time is before that of the line above.
+    """
 
     arrivals: tuple[Arrival, ...]
     block_size: int
     suite: Mapping[str, Any] = field(default_factory=dict)
+    late_lines: int = 0
 
     @property
     def seconds(self) -> float:
         """From the first arrival to the last."""
         return self.arrivals[-1].at - self.arrivals[0].at if self.arrivals else 0.0
 
+    @property
+    def longest_gap(self) -> tuple[float, float]:
+        """The longest time without a request, and when it begins: seconds, the latter from the first arrival."""
+        times = [each.at for each in self.arrivals]
+        return max(((b - a, a - times[0]) for a, b in itertools.pairwise(times)), default=(0.0, 0.0))
 
-def read_trace(path: Path) -> Trace:
-    """Return a trace of Quire or of Mooncake. Raises InvalidConfig with the line that is wrong."""
+
+def read_trace(path: Path, first: int | None = None) -> Trace:
+    """Return a trace of Quire, Mooncake or Azure; of its lines the `first` ones alone.
+
+    Raises InvalidConfig with the line that is wrong, and for a trace of more than MOST_REQUESTS.
+    """
+    text = "utf-8-sig"  # spreadsheets write a mark before the first line
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding=text) if path.suffix == ".gz" else path.open(encoding=text) as file:
             # A packed line may be far longer than its file.
-            return _parse(path, iter(lambda: file.readline(_MOST_LINE + 1), ""))
+            return _parse(path, iter(lambda: file.readline(_MOST_LINE + 1), ""), first)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _wrong(path, f"cannot be unpacked ({error}); the file may be cut or corrupt") from None
     except OSError as error:
         raise InvalidConfig(FieldViolation("LOG", f"{path} cannot be read: {error.strerror}")) from error
     except UnicodeDecodeError:
-        raise _wrong(path, "must be text in UTF-8; expected a log of `quire record`, or a Mooncake trace") from None
+        raise _wrong(path, f"must be text in UTF-8; expected {_FORMS}") from None
 
 
-def _parse(path: Path, lines: Iterable[str]) -> Trace:
+def _parse(path: Path, lines: Iterable[str], most: int | None) -> Trace:
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     first = next(numbered, None)
     if first is None:
-        raise _wrong(path, "is empty; expected a log of `quire record`, or a trace of Mooncake")
-    head = _object(path, *first)
+        raise _wrong(path, f"is empty; expected {_FORMS}")
+    number, line = first
+    if "," in line and line.lstrip()[0] not in "{[":
+        read_row = _azure_row(path, number, line)
+        return _collected(path, (read_row(*each) for each in numbered), most, 1)
+    head = _object(path, number, line)
     if "quire_trace" in head:
         if head["quire_trace"] != VERSION:
             raise _wrong(path, f"has version {head['quire_trace']!r}; this quire reads version {VERSION}", 1)
-        read, size = _read_line, _number(path, 1, head, "block_size", 1, 1 << 16)
-        arrivals = [read(path, number, _object(path, number, line)) for number, line in numbered]
-        return _ordered(path, arrivals, size, head.get("suite") or {})
-    arrivals = [_mooncake_line(path, first[0], head)]
-    arrivals += [_mooncake_line(path, number, _object(path, number, line)) for number, line in numbered]
-    return _ordered(path, arrivals, MOONCAKE_BLOCK, {})
+        size = _number(path, number, head, "block_size", 1, 1 << 16)
+        arrivals = (_read_line(path, at, _object(path, at, text)) for at, text in numbered)
+        # Requests end in another order than they came in.
+        return replace(_collected(path, arrivals, most, size), suite=head.get("suite") or {}, late_lines=0)
+    others = (_mooncake_line(path, at, _object(path, at, text)) for at, text in numbered)
+    return _collected(path, itertools.chain([_mooncake_line(path, number, head)], others), most, MOONCAKE_BLOCK)
 
 
-def _ordered(path: Path, arrivals: list[Arrival], block_size: int, suite: Mapping[str, Any]) -> Trace:
+def _collected(path: Path, found: Iterator[Arrival], most: int | None, block_size: int) -> Trace:
+    arrivals = list(itertools.islice(found, min(most or MOST_REQUESTS, MOST_REQUESTS)))
     if not arrivals:
         raise _wrong(path, "has no request; record one while requests arrive")
-    arrivals = sorted(arrivals, key=lambda each: each.at)
-    if arrivals[-1].at > _MOST_SECONDS:  # times of a clock, in a foreign trace
+    if most is None and next(found, None) is not None:
+        raise _wrong(path, f"has more than {MOST_REQUESTS:,} requests; replay its first ones alone, with --first N")
+    late = sum(b.at < a.at for a, b in itertools.pairwise(arrivals))
+    arrivals.sort(key=lambda each: each.at)
+    if arrivals[-1].at > _MOST_SECONDS or arrivals[0].at < 0:  # times of a clock, in a foreign trace
         arrivals = [replace(each, at=each.at - arrivals[0].at) for each in arrivals]
     if arrivals[-1].at > _MOST_SECONDS:
         raise _wrong(path, f"spans {arrivals[-1].at:,.0f} s; expected a week at most: cut it into parts")
-    return Trace(tuple(arrivals), block_size, suite)
+    return Trace(tuple(arrivals), block_size, late_lines=late)
+
+
+def _azure_row(path: Path, number: int, head: str) -> Callable[[int, str], Arrival]:
+    """Return what reads a row of a trace in Azure's form, whose columns stand in `head`. Raises InvalidConfig."""
+    columns = [each.strip() for each in _cells(path, number, head)]
+    if missing := [name for name in _AZURE if columns.count(name) != 1]:
+        what = f"has the columns {shown(columns)}; expected {', '.join(missing)} once, as Azure's traces have them"
+        raise _wrong(path, what, number)
+    at, prompt, output = map(columns.index, _AZURE)
+
+    def read_row(number: int, line: str) -> Arrival:
+        cells = _cells(path, number, line)
+        if len(cells) != len(columns):
+            raise _wrong(path, f"has {len(cells)} cells; expected {len(columns)}", number)
+        return Arrival(
+            _moment(path, number, cells[at]),
+            _count(path, number, "ContextTokens", cells[prompt], 1),
+            _count(path, number, "GeneratedTokens", cells[output], 0),
+        )
+
+    return read_row
+
+
+def _cells(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line], strict=True))
+    except (csv.Error, StopIteration) as error:
+        raise _wrong(path, f"has no cells between commas ({error}); the file may be cut or corrupt", number) from None
+
+
+def _moment(path: Path, number: int, cell: str) -> float:
+    """Return the seconds from 1970 of a date and time; without a zone it is UTC."""
+    try:
+        found = datetime.fromisoformat(cell.strip())
+    except ValueError:
+        found = None
+    if found is None or ":" not in cell:
+        what = f"TIMESTAMP is {shown(cell)}; expected a date and time such as 2023-11-16 18:15:46.680"
+        raise _wrong(path, what, number)
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _count(path: Path, number: int, name: str, cell: str, least: int) -> int:
+    word = cell.strip()
+    is_count = word.isascii() and word.isdecimal() and len(word) <= len(str(_MOST_TOKENS))
+    if not is_count or not least <= int(word) <= _MOST_TOKENS:
+        raise _wrong(path, f"{name} is {shown(cell)}; expected {least} to {_MOST_TOKENS}", number)
+    return int(word)
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -142,12 +222,16 @@ def _read_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
 
 
 def _mooncake_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
-    return Arrival(
-        _time(path, number, line, "timestamp", _LATEST_MS) / 1e3,
-        _number(path, number, line, "input_length", 1, _MOST_TOKENS),
-        _number(path, number, line, "output_length", 0, _MOST_TOKENS),
-        _blocks(path, number, line, "hash_ids"),
-    )
+    at = _time(path, number, line, "timestamp", _LATEST_MS)
+    if at != int(at):
+        what = f"timestamp is {at!r}; expected whole milliseconds: if it is in seconds, multiply all by 1000"
+        raise _wrong(path, what, number)
+    tokens = _number(path, number, line, "input_length", 1, _MOST_TOKENS)
+    ids, full = _blocks(path, number, line, "hash_ids"), tokens // MOONCAKE_BLOCK
+    if ids and not full <= len(ids) <= full + 1:
+        what = f"hash_ids has {len(ids)} numbers for {tokens} tokens; expected {-(-tokens // MOONCAKE_BLOCK)}"
+        raise _wrong(path, f"{what}: one for each {MOONCAKE_BLOCK} tokens, and one for the rest", number)
+    return Arrival(at / 1e3, tokens, _number(path, number, line, "output_length", 0, _MOST_TOKENS), ids)
 
 
 def _number(path: Path, number: int, line: Mapping[str, Any], name: str, least: int, most: int) -> int:

@@ -134,6 +134,37 @@ def test_no_host_memory_for_the_layers_of_a_log_with_windows(
     assert f"--host-blocks: {what}" in found
 
 
+def test_a_public_trace_is_replayed_with_what_its_reader_must_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines out of order, a long time without requests, no contents, and a request that no pool holds."""
+    times, lengths = ("18:00:00", "18:20:00", "18:00:01"), (40, 60, 70_000)
+    rows = [f"2023-11-16 {time},{length},4" for time, length in zip(times, lengths, strict=True)]
+    path = tmp_path / "azure.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    assert main(["--trace", str(path), "--seeds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "3 requests in 1,200.0 s",
+        "Lines with an earlier time than the one above: 1. The order is that of the times.",
+        "It names no contents, so no request shares a prefix with another one.",
+        "No request comes for 1,199 s, from 1 s on; figures a second count that time.",
+    ]
+    assert "replayed: 1 refused, as they are longer than a worker's pool or context." in lines
+    assert main(["--trace", str(path), "--seeds", "1", "--json", "--first", "1", "--policy", "round-robin"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["refused"]) == (1, {"replayed": {}, "round-robin": {}})
+    assert found["remarks"] == ["It names no contents, so no request shares a prefix with another one."]
+
+
+def test_one_trace_is_given_by_one_of_two_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), (log(tmp_path), "--trace", log(tmp_path))):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+    assert "argument --trace: not allowed with argument LOG" in capsys.readouterr().err
+
+
 def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
     path = log(tmp_path)
     for form in ("quire", "mooncake"):
@@ -148,6 +179,7 @@ def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
         (("--workers", "0"), "--workers: is 0; expected 1 to 1024"),
         (("--blocks", "-1"), "--blocks: is -1; expected 1 to 1048576"),
         (("--seeds", "0"), "--seeds: is 0; expected 1 to 1000"),
+        (("--first", "0"), "--first: is 0; expected 1 to 1048576"),
         (("--load", "0"), "--load: is 0; expected a number above 0"),
         (("--costs", "base=quick"), "--costs: "),
         (("--host-blocks", "-1"), "--host-blocks: is -1; expected 0 to 1048576"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.replay import trace
 from cli.replay.trace import Arrival, Measured, Trace, lines_of, mooncake_lines, read_trace
 from common.contracts.errors import InvalidConfig
 
@@ -64,7 +65,7 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
-        ((), "is empty; expected a log of `quire record`, or a trace of Mooncake"),
+        ((), "is empty; expected a log of `quire record`, or a trace of Mooncake or Azure"),
         (("{",), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
         (("[" * 100_000,), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
         (('{"quire_trace": 9}',), "has version 9; this quire reads version 1"),
@@ -96,6 +97,22 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
         (
             ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}',),
             "line 1: hash_ids must be a list of numbers",
+        ),
+        (
+            ('{"timestamp": 61.25, "input_length": 1, "output_length": 1}',),
+            "line 1: timestamp is 61.25; expected whole milliseconds: if it is in seconds, multiply all by 1000",
+        ),
+        (
+            ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2, 3]}',),
+            "line 1: hash_ids has 3 numbers for 600 tokens; expected 2: one for each 512 tokens, and one for the rest",
+        ),
+        (
+            ('{"timestamp": 0, "input_length": 1600, "output_length": 1, "hash_ids": [1, 2]}',),
+            "line 1: hash_ids has 2 numbers for 1600 tokens; expected 4",
+        ),
+        (
+            ('{"timestamp": 0, "input_length": 16777217, "output_length": 1}',),
+            "input_length is 16777217; expected 1 to",
         ),
     ],
 )
@@ -131,3 +148,86 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b" " * (1 << 23) + b"{"))
     with pytest.raises(InvalidConfig, match=r"trace.gz, line .*is not a JSON object"):
         read_trace(path)
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+ROW = "2023-11-16 18:15:46.6805900,374,44"
+
+
+def test_a_trace_of_azure_has_dates_and_counts_and_no_contents(tmp_path: Path) -> None:
+    later = "2023-11-16 19:15:48.930590+01:00,9,0"
+    found = read_trace(written(tmp_path / "a.csv", AZURE, ROW, "", later))
+    assert [(each.prompt_tokens, each.output_tokens, each.blocks) for each in found.arrivals] == [
+        (374, 44, ()),
+        (9, 0, ()),
+    ]
+    assert [each.at for each in found.arrivals] == pytest.approx([0.0, 2.25], abs=1e-5)
+    moved = "\ufeffModel,GeneratedTokens, ContextTokens ,TIMESTAMP"
+    assert read_trace(written(tmp_path / "b.csv", moved, '"a,b",44,374,2023-11-16T18:15:46')).arrivals == (
+        Arrival(0.0, 374, 44),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ((AZURE,), "has no request"),
+        (("Timestamp,Request tokens,ContextTokens", "5,472,18"), "line 1: has the columns ['Timestamp', 'Request tok"),
+        (("Timestamp,Request tokens,ContextTokens", "5,472,18"), "expected TIMESTAMP, GeneratedTokens once, as Azure"),
+        ((AZURE + ",TIMESTAMP", ROW), "expected TIMESTAMP once, as Azure's traces have them"),
+        ((AZURE, ROW, "2023-11-16 18:15:46,374"), "line 3: has 2 cells; expected 3"),
+        ((AZURE, '2023-11-16 18:15:46,"374'), "line 2: has no cells between commas (unexpected end of data)"),
+        ((AZURE, "2023-11-16 18:15:46,\0,1"), "line 2: "),
+        ((AZURE, "1700158546.68,374,44"), "line 2: TIMESTAMP is '1700158546.68'; expected a date and time such as 2"),
+        ((AZURE, "2023-11-16,374,44"), "line 2: TIMESTAMP is '2023-11-16'; expected a date and time"),
+        ((AZURE, "2023-02-30 18:15:46,374,44"), "line 2: TIMESTAMP is '2023-02-30 18:15:46'; expected a date"),
+        ((AZURE, "2023-11-16 18:15:46,0,44"), "line 2: ContextTokens is '0'; expected 1 to 16777216"),
+        ((AZURE, "2023-11-16 18:15:46,374.0,44"), "line 2: ContextTokens is '374.0'; expected 1 to 16777216"),
+        ((AZURE, "2023-11-16 18:15:46,374,-1"), "line 2: GeneratedTokens is '-1'; expected 0 to 16777216"),
+        ((AZURE, f"2023-11-16 18:15:46,374,{'9' * 5000}"), "line 2: GeneratedTokens is '9999"),
+        ((AZURE, "2023-11-16 18:15:46,374,\u0665"), "line 2: GeneratedTokens is '\u0665'; expected 0"),
+        (
+            (AZURE, "0001-01-01 00:00:00,1,1", "9999-12-31 23:59:59,1,1"),
+            "s; expected a week at most: cut it into parts",
+        ),
+    ],
+)
+def test_a_wrong_line_of_azures_form_is_named(tmp_path: Path, lines: tuple[str, ...], what: str) -> None:
+    assert what in refusal(written(tmp_path / "log", *lines))
+
+
+def test_dates_before_1970_count_from_the_first_one_too(tmp_path: Path) -> None:
+    found = read_trace(written(tmp_path / "a.csv", AZURE, "1969-12-31 23:59:59,1,1", "1969-12-31 23:59:58,1,1"))
+    assert [each.at for each in found.arrivals] == [0.0, 1.0]
+
+
+def mooncake(*times: int) -> list[str]:
+    return [f'{{"timestamp": {time}, "input_length": 1, "output_length": 1}}' for time in times]
+
+
+def test_lines_in_another_order_than_their_times_are_sorted_and_counted(tmp_path: Path) -> None:
+    found = read_trace(written(tmp_path / "log", *mooncake(5, 1, 2, 2, 0)))
+    assert [each.at for each in found.arrivals] == [0.0, 0.001, 0.002, 0.002, 0.005]
+    assert found.late_lines == 2
+    assert read_trace(written(tmp_path / "own", *lines_of(Trace((SECOND, FIRST), 16)))).late_lines == 0
+
+
+def test_the_longest_time_without_a_request_is_known(tmp_path: Path) -> None:
+    assert read_trace(written(tmp_path / "log", *mooncake(1000, 2000, 9500, 9600))).longest_gap == (7.5, 1.0)
+    assert read_trace(written(tmp_path / "log", *mooncake(1000))).longest_gap == (0.0, 0.0)
+
+
+def test_the_first_lines_of_a_trace_are_read_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", *mooncake(2, 1), "cut")
+    assert [each.at for each in read_trace(path, 2).arrivals] == [0.001, 0.002]
+    assert "line 3: is not a JSON object" in refusal(path)
+
+
+def test_a_trace_of_too_many_requests_is_refused_and_its_first_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MOST_REQUESTS", 3)
+    path = written(tmp_path / "log", *mooncake(0, 1, 2, 3))
+    assert "has more than 3 requests; replay its first ones alone, with --first N" in refusal(path)
+    assert len(read_trace(path, 3).arrivals) == 3
+    assert len(read_trace(written(tmp_path / "few", *mooncake(0, 1, 2))).arrivals) == 3
