@@ -91,7 +91,7 @@ _NEEDS = {
     """,
     "plots": """
         bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py
-        cli/replay/test_plot.py
+        bench/lib/test_trace_plots.py cli/replay/test_plot.py
     """,
     "clients": """
         suites/clients/test_agents.py suites/clients/test_embedders.py suites/clients/test_examples.py

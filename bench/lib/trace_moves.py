@@ -8,27 +8,28 @@ A made-up load of shared prefixes is replayed with `--replicate` and without, bo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench.lib.harness import median_interval, progress, report_columns
+from bench.lib.trace_capacity import CAPACITY_NOTES, columns_of
+from bench.lib.trace_rows import Row, Rows
+from cli.plots import plot_problems
 from cli.replay.figures import Objective, figures_of
 from cli.replay.links import DEFAULT_LINKS, Moves, parse_links
 from cli.replay.policies import ROUTERS
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace, read_trace
 from cli.replay.worker import Timing
-from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.scheduling.step_costs import parse_costs
 
-Row = dict[str, Any]
-"""The conditions of one replay, and its figures under `figures`."""
 _BLOCK: Final = 256
 """Slots of a block: of a trace with longer ones, such as Mooncake's of 512, half of each."""
 _STEP_TOKENS: Final = 4096
@@ -104,6 +105,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     words.add_argument("--beside", nargs="+", default=list(BESIDE[1:]), choices=BESIDE, help=what)
     what = "append a row for each replay to FILE, and replay none whose row it has"
     words.add_argument("--rows", type=Path, metavar="FILE", help=what)
+    text = "draw the rows, those of --rows too, into a .png or .svg; with --reserved those of all traces"
+    words.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    what = "replay nothing: count the sequences that fit, in blocks and where each reserves N tokens (powers of two)"
+    words.add_argument("--reserved", type=int, nargs="+", metavar="N", help=what)
     words.add_argument("--host-times", type=float, default=2.0, metavar="X", help="host memory in pools (default 2)")
     words.add_argument("--disk-times", type=float, default=0.0, metavar="X", help="disk in pools (default 0)")
     words.add_argument("--costs", default=COSTS, help="costs of a step (default %(default)s)")
@@ -128,10 +133,15 @@ def problem_of(args: argparse.Namespace) -> str:
         "--slo-itl": args.slo_itl,
         "--zipf": args.zipf if args.zipf is not None else 1,
         "--rates": min(args.rates),
+        "--reserved": min(args.reserved or [1]),
     }
     wrong = [f"{name} must be above 0" for name, value in numbers.items() if not value > 0]
     if not args.disk_times >= 0:
         wrong.append("--disk-times must not be below 0")
+    if any(each & (each - 1) for each in args.reserved or ()):
+        wrong.append("--reserved must be powers of two")
+    if args.plot is not None:
+        wrong += [f"{each.field} {each.description}" for each in plot_problems(args.plot)]
     for name, parse in (("--costs", parse_costs), ("--links", parse_links)):
         wrong += _refusal(name, parse, getattr(args, name[2:]))
     return "; ".join(wrong)
@@ -198,39 +208,33 @@ def replica_column(args: argparse.Namespace, pool: int, workers: int, rate: floa
 
 def main(args: argparse.Namespace) -> int:
     """Replay a trace and print a column for each pool. Raises InvalidConfig for a file that is no trace."""
-    trace = read_trace(args.trace)
-    arrivals = tuple([replace(each, at=each.at / args.load) for each in trace.arrivals[: args.first]])
-    trace = replace(trace, arrivals=arrivals)
-    known = read_rows(args.rows)
+    trace, rows = read_trace(args.trace, args.first), Rows(args.rows)
+    if args.reserved:
+        capacity = columns_of(trace, args.trace.name, args.reserved, [pool * _BLOCK for pool in args.pools], rows)
+        report_columns("replay", capacity, CAPACITY_NOTES, args.json)
+        return _drawn(args, rows)
+    trace = replace(trace, arrivals=tuple([replace(each, at=each.at / args.load) for each in trace.arrivals]))
     columns: dict[str, dict[str, float]] = {}
     alone = len(args.trace_workers) == len(args.routing) == 1
     for workers in args.trace_workers:
         for routing in args.routing:
             for pool in args.pools:
                 name = str(pool) if alone else f"{pool}_{workers}w_{routing}"
-                columns[name] = column(rows_of(trace, args, known, (pool, workers, routing)))
+                columns[name] = column(rows_of(trace, args, rows, (pool, workers, routing)))
     report_columns("replay", columns, NOTES, args.json)
+    return _drawn(args, rows)
+
+
+def _drawn(args: argparse.Namespace, rows: Rows) -> int:
+    if args.plot is not None:
+        from bench.lib import trace_plots  # matplotlib is large, and not always there
+
+        trace_plots.write(args.trace.name, rows.all, args.plot)
     return 0
 
 
-def read_rows(path: Path | None) -> dict[str, Row]:
-    """Return the rows of a file by their conditions; none where there is no file. Raises InvalidConfig."""
-    if path is None or not path.exists():
-        return {}
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {_conditions(row): row for row in rows}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        what = f"{path} must have a row of a replay in each line ({error}); give another file"
-        raise InvalidConfig(FieldViolation("--rows", what)) from None
-
-
-def _conditions(row: Row) -> str:
-    return json.dumps({name: value for name, value in row.items() if name != "figures"}, sort_keys=True)
-
-
 def rows_of(
-    trace: Trace, args: argparse.Namespace, known: dict[str, Row], where: tuple[int, int, str]
+    trace: Trace, args: argparse.Namespace, rows: Rows, where: tuple[int, int, str]
 ) -> dict[str, dict[str, float]]:
     """Return the figures of one pool by what the suite has beside it; replay what no known row has."""
     pool, workers, routing = where
@@ -242,14 +246,8 @@ def rows_of(
             "host_times": args.host_times, "disk_times": args.disk_times,
             "slo_ttft": args.slo_ttft, "slo_itl": args.slo_itl,
         }  # fmt: skip
-        key = _conditions(row)
-        if key not in known:
-            progress(f"pool {pool}, {workers} workers, {routing}: {name}")
-            known[key] = row | {"figures": _replayed(trace, args, where, name)}
-            if args.rows is not None:
-                with args.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(known[key]) + "\n")
-        found[name] = known[key]["figures"]
+        progress(f"pool {pool}, {workers} workers, {routing}: {name}")
+        found[name] = rows.figures(row, partial(_replayed, trace, args, where, name))
     return found
 
 

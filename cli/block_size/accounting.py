@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from common.contracts.clock import ManualClock
@@ -21,12 +21,16 @@ from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
-from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.contracts.ledger_config import LedgerConfig, LedgerOptions
 from kvmanager.ledger.ledger import Ledger
 
 BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
 MAX_NUM_SEQS: Final = 64
 _LEAST_SLOTS: Final = 1 << 17
+# Requests that are asked for at once, until some wait for blocks; and tokens of a step that hold all their prompts.
+_WAITING: Final = 16
+_MOST_STEP: Final = 1 << 22
+_USUAL: Final = LedgerOptions()
 _LARGEST_BLOCK: Final = BLOCK_SIZES[-1]
 
 Lengths = tuple[int, int]
@@ -76,6 +80,7 @@ class Waste:
     leased: int = 0
     rows: int = 0
     steps: int = 0
+    preempted: int = 0
 
     @property
     def share(self) -> float:
@@ -100,6 +105,62 @@ def count_waste(block_size: int, requests: Sequence[Lengths]) -> Waste:
 def count_pressed(block_size: int, requests: Sequence[Lengths], blocks: int) -> Waste:
     """Serve the same from a pool of so many blocks; add up the steps alone before which a sequence lacked blocks."""
     return _served(block_size, requests, blocks)[1]
+
+
+def count_fitting(block_size: int, requests: Sequence[Lengths], blocks: int) -> Waste:
+    """Serve requests from a pool of so many blocks, as many at once as it holds; add up the steady steps.
+
+    Those are the steps from the first quarter's admission to the last request's, so that others always wait. Blocks of
+    the longest request are regions that each sequence reserves whole. Prompts are computed in one step. `preempted`
+    counts all steps.
+    """
+    waste, asked = Waste(), 0
+    whole = all(sum(each) <= block_size for each in requests)
+    # What never grows needs no block kept free for growth. Nothing passes another one: memory alone counts.
+    options = LedgerOptions(watermark=0.0 if whole else _USUAL.watermark, backfill=False)
+    agent, ledger = _new_pair(AgentConfig(blocks, block_size, _MOST_STEP, max_num_seqs=len(requests)), options)
+    while agent.has_work or asked < len(requests):
+        waits = False
+        while not waits:
+            for lengths in requests[asked : asked + max(0, _WAITING - ledger.pool_counts().waiting)]:
+                asked += 1
+                agent.submit_sequence(_sequence(asked, lengths))
+            if (said := agent.take_report()) is not None:
+                ledger.apply_report(said)
+                if (batch := ledger.schedule()) is not None:
+                    agent.apply_grant(batch)
+                    waste.preempted += len(batch.preempt)
+            waits = ledger.pool_counts().waiting > 0 or asked == len(requests)
+        plan = agent.plan()
+        if plan is None:
+            continue
+        if len(requests) // 4 < asked - ledger.pool_counts().waiting < len(requests):
+            waste.steps += 1
+            _add_step(waste, plan, ledger, block_size)
+        agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
+    return waste
+
+
+def count_reserved(reserve: Callable[[Lengths], int], requests: Sequence[Lengths], slots: int) -> Waste:
+    """Count the same where a sequence has a region of `reserve` slots for its whole life, in order of arrival.
+
+    Regions lie without gaps between them, which no allocator reaches for regions of several sizes.
+    """
+    waste, asked, free = Waste(), 0, slots
+    running: list[tuple[int, int, int]] = []  # tokens after this step, tokens at the end, reserved slots
+    while running or asked < len(requests):
+        while asked < len(requests) and reserve(requests[asked]) <= free:
+            prompt, output = requests[asked]
+            running.append((prompt, prompt + output - 1, reserve(requests[asked])))
+            free, asked = free - running[-1][2], asked + 1
+        if len(requests) // 4 < asked < len(requests):
+            waste.steps += 1
+            waste.rows += len(running)
+            waste.used += sum(tokens for tokens, _, _ in running)
+            waste.in_rows += slots - free
+        free += sum(region for tokens, end, region in running if tokens >= end)
+        running = [(tokens + 1, end, region) for tokens, end, region in running if tokens < end]
+    return waste
 
 
 def count_steps(block_size: int, requests: Sequence[Lengths], blocks: int, delay: int) -> int:
@@ -162,10 +223,7 @@ def _each_step(
 ) -> Iterator[tuple[StepPlan | None, Ledger]]:
     """Serve requests, and yield each step before it runs; None is an idle one. With `groups`, `blocks` are pages."""
     kinds, reports = tuple(groups), deque[tuple[int, Report]]()
-    agent = LeaseAgent(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS, groups=kinds))
-    ledger = new_ledger(LedgerConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS, groups=kinds))
-    agent.inventory()
-    agent.attached(0)
+    agent, ledger = _new_pair(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS, groups=kinds))
     for index, lengths in enumerate(requests, start=1):
         agent.submit_sequence(_sequence(index, lengths))
     for step in itertools.count():
@@ -181,6 +239,16 @@ def _each_step(
         yield plan, ledger
         if plan is not None:
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
+
+
+def _new_pair(config: AgentConfig, options: LedgerOptions = _USUAL) -> tuple[LeaseAgent, Ledger]:
+    """Return an agent that is attached, and its ledger."""
+    agent = LeaseAgent(config)
+    sizes = {name: getattr(config, name) for name in ("num_blocks", "block_size", "max_num_seqs", "groups")}
+    ledger = new_ledger(LedgerConfig(**sizes, **asdict(options)))
+    agent.inventory()
+    agent.attached(0)
+    return agent, ledger
 
 
 def _blocks_for(block_size: int, requests: Sequence[Lengths]) -> int:

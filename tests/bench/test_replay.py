@@ -76,6 +76,35 @@ def test_rows_are_kept_and_not_replayed_again(
     assert "--rows: " in capsys.readouterr().err
 
 
+def azure(folder: Path) -> Path:
+    """Write a trace in Azure's form: 60 requests of 100 to 690 tokens, and one of 5,000."""
+    lines = [f"2023-11-16 18:{number:02}:00.5,{100 + 10 * number},{10 + number % 7}" for number in range(60)]
+    path = folder / "azure.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines, "2023-11-16 19:00:00,5000,9"]))
+    return path
+
+
+def test_what_fits_is_counted_in_blocks_and_in_regions_of_equal_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--trace", str(azure(tmp_path)), "--json", "--pools", "16"]
+    assert main([*words, "--reserved", "1024"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    found = {name.removesuffix("_1024_of_4096"): value for name, value in figures.items()}
+    assert found["fit_reserved"] == 4
+    assert found["fit_paged"] > found["fit_buddy"] > found["fit_reserved"]
+    assert found["paged_over_reserved"] == pytest.approx(found["fit_paged"] / 4, abs=1e-5)
+    assert found["waste_paged"] < 0.04 < found["waste_buddy"] < found["waste_reserved"]
+    assert found["requests_left_out"] == pytest.approx(1 / 61, abs=1e-6)
+    for wrong, what in (("8192", "8192 is more than a pool of 4096 tokens"), ("1000", "must be powers of two")):
+        with pytest.raises(SystemExit):
+            main([*words, "--reserved", wrong])
+        assert what in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--trace", str(azure(tmp_path)), "--pools", "1024", "--reserved", "1024"])
+    assert "all requests that keep 1024 tokens fit into 262144" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [

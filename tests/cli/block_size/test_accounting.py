@@ -13,8 +13,10 @@ from cli.block_size.accounting import (
     ReservedSlots,
     Waste,
     contiguous_slots,
+    count_fitting,
     count_pages,
     count_pressed,
+    count_reserved,
     count_steps,
     count_waste,
     new_ledger,
@@ -110,3 +112,31 @@ def test_blocks_ahead_of_need_hold_nothing_that_is_read() -> None:
     full, window = count_pages(16, [(160, 20)], groups).groups
     assert 0 < full.unread < 0.1 * full.held
     assert 0 < window.unread < 0.1 * window.held
+
+
+def test_regions_for_whole_sequences_are_counted_as_by_hand() -> None:
+    """Two of four fit. They hold 2 and 2 tokens, then 3 and 3; the last two are the end of the trace, and do not count.
+
+    The last token that is sampled is never stored.
+    """
+    assert count_reserved(lambda _: 4, [(2, 2)] * 4, slots=9) == Waste(used=10, in_rows=16, rows=4, steps=2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=60),
+    st.integers(1, 6),
+)
+def test_the_ledger_grants_a_block_for_each_as_regions_are_counted(requests: list[tuple[int, int]], fit: int) -> None:
+    """So the counted regions of other sizes stand beside blocks that the ledger grants."""
+    assert count_fitting(64, requests, fit) == count_reserved(lambda _: 64, requests, 64 * fit)
+
+
+def test_in_small_blocks_more_fit_into_equal_memory() -> None:
+    requests, slots = mixed_requests(120, seed=0), 16_384
+    paged = count_fitting(16, requests, slots // 16)
+    whole = count_fitting(2048, requests, slots // 2048)
+    buddy = count_reserved(lambda each: 1 << (sum(each) - 1).bit_length(), requests, slots)
+    assert whole.rows / whole.steps == slots // 2048
+    assert paged.rows / paged.steps > 1.2 * buddy.rows / buddy.steps > 2 * whole.rows / whole.steps
+    assert paged.share < 0.04 < buddy.share < whole.share
+    assert paged.in_rows + paged.leased <= slots * paged.steps
