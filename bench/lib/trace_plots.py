@@ -89,7 +89,9 @@ def _replays(trace: str, rows: Sequence[Row]) -> Figure:
         f"A step: {first['costs']}.\nVirtual time; the real router, KV manager and engines decide. One replay a dot."
     )
     _frame(figure, f"{first['requests']:,} requests of {trace}", foot, head=0.8)
-    lines = [(name, colour, style) for routing, beside, name, colour, style in _LINES if (routing, beside) in known]
+    lines: list[tuple[str, str, Any]] = [
+        (name, colour, style) for routing, beside, name, colour, style in _LINES if (routing, beside) in known
+    ]
     handles = [
         mpl.lines.Line2D([], [], color=colour, linestyle=style, marker="o", markersize=4) for _, colour, style in lines
     ]
@@ -144,12 +146,20 @@ def _prepare(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
 
 
+def points_of(axes: Axes) -> list[list[tuple[float, float]]]:
+    """Return the points of each line that has any."""
+    lines: list[Any] = [line.get_xydata() for line in axes.lines]
+    return [[(float(x), float(y)) for x, y in line] for line in lines if len(line)]
+
+
 def _share_limits(panels: Sequence[Axes]) -> None:
-    top = max((max(line.get_ydata(), default=0.0) for axes in panels for line in axes.lines), default=0.0)
-    for axes in panels:
-        axes.set_ylim(0, 1.08 * float(top) or 1.0)
+    """Give panels that stand side by side one scale, and a tick to each size of pool."""
+    points = [[point for line in points_of(axes) for point in line] for axes in panels]
+    top = max((y for each in points for _, y in each), default=0.0)
+    for axes, each in zip(panels, points, strict=True):
+        axes.set_ylim(0, 1.08 * top or 1.0)
         axes.set_xscale("log", base=2)
-        pools = sorted({float(x) for line in axes.lines for x in line.get_xdata()})
+        pools = sorted({x for x, _ in each})
         axes.xaxis.set_major_locator(ticker.FixedLocator(pools))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tokens(value)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from bench.lib.trace_plots import draw, write
+from bench.lib.trace_plots import draw, points_of, write
 from bench.lib.trace_rows import Row
 from common.contracts.errors import InvalidConfig
 
@@ -32,11 +32,9 @@ def test_each_way_to_route_has_a_line_over_the_size_of_pools() -> None:
     rows = [replayed(2000), replayed(1000), replayed(1000, "round-robin"), replayed(1000, beside="uncached")]
     figure = draw("talks", [*rows, replayed(1000, workers=8, load=2.0), replayed(1, trace="other")])
     hits, more_hits, good, more_good = figure.get_axes()
-    lines = [line for line in hits.lines if len(line.get_xdata())]
-    assert [list(line.get_xdata()) for line in lines] == [[256_000, 512_000], [256_000]]
-    assert list(lines[0].get_ydata()) == pytest.approx([10.0, 20.0])
-    assert [list(line.get_ydata()) for line in good.lines if len(line.get_xdata())] == [[0.5, 0.5], [0.5], [0.5]]
-    assert [list(line.get_ydata()) for line in more_good.lines if len(line.get_xdata())] == [[0.25]]
+    assert points_of(hits) == [[(256_000, 10.0), (512_000, 20.0)], [(256_000, 10.0)]]
+    assert points_of(good) == [[(256_000, 0.5), (512_000, 0.5)], [(256_000, 0.5)], [(256_000, 0.5)]]
+    assert points_of(more_good) == [[(256_000, 0.25)]]
     assert [axes.get_title(loc="left") for axes in (hits, more_hits)] == [
         "4 workers",
         "8 workers, arrivals 2 times as fast",
