@@ -155,6 +155,11 @@ def _links(text: str) -> LinkRates:
         raise InvalidConfig(FieldViolation("--links", str(error))) from None
 
 
+def is_foreign(trace: Trace) -> bool:
+    """Return whether a trace says nothing of a suite: none can stand beside the one that the flags describe."""
+    return not trace.suite and not any(each.measured for each in trace.arrivals)
+
+
 def faster(trace: Trace, load: float) -> Trace:
     """Return the same arrivals at another rate."""
     arrivals = tuple(replace(each, at=each.at / load, measured=None) for each in trace.arrivals)
@@ -221,9 +226,11 @@ def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = 
         columns["recorded"] = {name: Interval(value, value, value) for name, value in recorded.items()}
     began, requests, virtual = time.perf_counter(), 0, 0.0
     digest, decisions, refused = "", dict[str, int](), dict[str, Mapping[str, int]]()
-    tried = {"replayed": (trace, options)}
     arriving = faster(trace, args.load)
-    if changed != options or args.load != 1.0:
+    tried = {"replayed": (trace, options)}
+    if is_foreign(trace):
+        tried = {"replayed": (arriving, changed)}
+    elif changed != options or args.load != 1.0:
         tried["changed"] = (arriving, changed)
     tried |= {names: (arriving, with_policies(changed, names)) for names in args.policy}
     for name, (arrivals, suite) in tried.items():

@@ -151,9 +151,11 @@ def test_a_public_trace_is_replayed_with_what_its_reader_must_know(
         "No request comes for 1,199 s, from 1 s on; figures a second count that time.",
     ]
     assert "replayed: 1 refused, as they are longer than a worker's pool or context." in lines
-    assert main(["--trace", str(path), "--seeds", "1", "--json", "--first", "1", "--policy", "round-robin"]) == 0
+    words = ["--trace", str(path), "--seeds", "1", "--json", "--first", "1", "--workers", "2"]
+    assert main([*words, "--policy", "round-robin"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["requests"], found["refused"]) == (1, {"replayed": {}, "round-robin": {}})
+    assert list(found["columns"]) == ["replayed", "round-robin"], "no suite was recorded that could stand beside"
     assert found["remarks"] == ["It names no contents, so no request shares a prefix with another one."]
 
 
