@@ -2,6 +2,8 @@
 
     python -m bench.replay --json
     python -m bench.replay --trace conversation_trace.jsonl.gz --pools 500 1000 --json
+    python -m bench.replay --trace conversation_trace.jsonl.gz --beside none uncached --rows rows --plot replays.svg
+    python -m bench.replay --trace azure_conv.csv.gz --reserved 2048 4096 --pools 1024 --plot capacity.svg
     python -m bench.replay --zipf 2000 --trace-workers 2 --pools 250 500 --json         what --replicate changes
 
 The speed is that of one core, on made-up requests of 64 + 64 tokens for 8 workers. For the error, requests reach a
@@ -10,7 +12,9 @@ demo model; with --simulate COSTS it runs no model.
 
 With --trace nothing is recorded and no speed is measured. The trace is replayed on pools of several sizes, with host
 memory and fetches between workers and without: what they change of latencies, of hits and of goodput. Its steps, links
-and objectives are those of the flags, so the figures are of these and of no machine.
+and objectives are those of the flags, so the figures are of these and of no machine. --beside chooses what is compared,
+a prefix cache included. With --reserved nothing is replayed: it counts how many sequences of the trace's lengths fit
+into equal memory, in blocks and in regions of the greatest length. --plot draws what --rows has kept.
 
 With --zipf the same is done with made-up requests whose prefixes are as frequent as Zipf's law says: what `--replicate`
 of the KV manager changes where workers fetch from each other anyway.

@@ -14,8 +14,12 @@ def requests_of(trace: Trace, block_size: int, token_seconds: float = 0.0) -> li
     """Return the requests with the full blocks of their prompts.
 
     With `token_seconds` a request is there for so many seconds for each token of its output, and has blocks of its own
-    for that. Raises ValueError where blocks of that size do not divide those of the trace.
+    for that. Raises ValueError where blocks of that size do not divide those of the trace, or it names no contents.
     """
+    if not any(each.blocks for each in trace.arrivals):
+        raise ValueError(
+            "the trace names no contents, so nothing in it can be a hit; expected one of Mooncake or Quire"
+        )
     if trace.block_size % block_size:
         raise ValueError(f"blocks of {block_size} tokens; expected a divisor of the trace's {trace.block_size}")
     return [_request_of(each, number, trace, block_size, token_seconds) for number, each in enumerate(trace.arrivals)]

@@ -57,6 +57,8 @@ def test_blocks_of_a_trace_are_divided() -> None:
     assert not set(one.prompt[2:]) & set(other.prompt[2:])
     with pytest.raises(ValueError, match="blocks of 5 tokens; expected a divisor of the trace's 8"):
         requests_of(trace, 5)
+    with pytest.raises(ValueError, match="the trace names no contents"):
+        requests_of(Trace((arrival(0.0, 20, 4),), block_size=1), 1)
 
 
 def test_a_request_that_lasts_has_blocks_of_its_own() -> None:
