@@ -62,7 +62,8 @@ def draw(trace: str, rows: Sequence[Row]) -> Figure:
 
 def _replays(trace: str, rows: Sequence[Row]) -> Figure:
     suites = sorted({(row["workers"], row["load"]) for row in rows})
-    figure, grid = plt.subplots(2, len(suites), figsize=(3.0 + 2.6 * len(suites), 5.6), squeeze=False, sharex=True)
+    size = (max(7.6, 3.0 + 2.6 * len(suites)), 5.4)
+    figure, grid = plt.subplots(2, len(suites), figsize=size, squeeze=False, sharex=True)
     for column, (workers, load) in enumerate(suites):
         of_suite = [row for row in rows if (row["workers"], row["load"]) == (workers, load)]
         hits, good = grid[0][column], grid[1][column]
@@ -88,7 +89,7 @@ def _replays(trace: str, rows: Sequence[Row]) -> Figure:
         f"Good: first token within {first['slo_ttft']:g} s, others within {1000 * first['slo_itl']:g} ms in the mean. "
         f"A step: {first['costs']}.\nVirtual time; the real router, KV manager and engines decide. One replay a dot."
     )
-    _frame(figure, f"{first['requests']:,} requests of {trace}", foot, head=0.8)
+    _frame(figure, f"{first['requests']:,} requests of {trace}", foot, head=0.7)
     lines: list[tuple[str, str, Any]] = [
         (name, colour, style) for routing, beside, name, colour, style in _LINES if (routing, beside) in known
     ]

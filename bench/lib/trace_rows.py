@@ -16,16 +16,20 @@ class Rows:
     """The rows of a file, by their conditions; new ones are appended to it. Without a file they are of this run."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises InvalidConfig for a file that cannot be read or has other lines."""
+        """Raises InvalidConfig for a file that cannot be read and written, or has other lines."""
         self._path, self._known = path, dict[str, Row]()
-        if path is None or not path.exists():
+        if path is None:
             return
         try:
+            path.open("a").close()
             for line in path.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 dict[str, float](row["figures"])
                 self._known[_conditions(row)] = row
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except OSError as error:
+            what = f"{path} cannot be read and written: {error.strerror}"
+            raise InvalidConfig(FieldViolation("--rows", what)) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{path} must have a row of a replay in each line ({error}); give another file"
             raise InvalidConfig(FieldViolation("--rows", what)) from None
 

@@ -144,8 +144,11 @@ def count_fitting(block_size: int, requests: Sequence[Lengths], blocks: int) -> 
 def count_reserved(reserve: Callable[[Lengths], int], requests: Sequence[Lengths], slots: int) -> Waste:
     """Count the same where a sequence has a region of `reserve` slots for its whole life, in order of arrival.
 
-    Regions lie without gaps between them, which no allocator reaches for regions of several sizes.
+    Regions lie without gaps between them, which no allocator reaches for regions of several sizes. Raises ValueError
+    where one is larger than all slots.
     """
+    if (largest := max(map(reserve, requests), default=0)) > slots:
+        raise ValueError(f"a region of {largest} slots; expected {slots} at most, which is all there are")
     waste, asked, free = Waste(), 0, slots
     running: list[tuple[int, int, int]] = []  # tokens after this step, tokens at the end, reserved slots
     while running or asked < len(requests):

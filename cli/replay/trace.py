@@ -227,9 +227,9 @@ def _mooncake_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
         what = f"timestamp is {at!r}; expected whole milliseconds: if it is in seconds, multiply all by 1000"
         raise _wrong(path, what, number)
     tokens = _number(path, number, line, "input_length", 1, _MOST_TOKENS)
-    ids, full = _blocks(path, number, line, "hash_ids"), tokens // MOONCAKE_BLOCK
-    if ids and not full <= len(ids) <= full + 1:
-        what = f"hash_ids has {len(ids)} numbers for {tokens} tokens; expected {-(-tokens // MOONCAKE_BLOCK)}"
+    ids, most = _blocks(path, number, line, "hash_ids"), -(-tokens // MOONCAKE_BLOCK)
+    if ids and not tokens // MOONCAKE_BLOCK <= len(ids) <= most:
+        what = f"hash_ids has {len(ids)} numbers for {tokens} tokens; expected {most}"
         raise _wrong(path, f"{what}: one for each {MOONCAKE_BLOCK} tokens, and one for the rest", number)
     return Arrival(at / 1e3, tokens, _number(path, number, line, "output_length", 0, _MOST_TOKENS), ids)
 

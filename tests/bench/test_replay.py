@@ -73,7 +73,11 @@ def test_rows_are_kept_and_not_replayed_again(
     rows.write_text("a row\n")
     with pytest.raises(SystemExit):
         main(words)
-    assert "--rows: " in capsys.readouterr().err
+    assert "rows.jsonl must have a row of a replay in each line" in capsys.readouterr().err
+    words[words.index("--rows") + 1] = str(tmp_path / "nowhere" / "rows")
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "cannot be read and written: No such file" in capsys.readouterr().err
 
 
 def azure(folder: Path) -> Path:

@@ -120,6 +120,8 @@ def test_regions_for_whole_sequences_are_counted_as_by_hand() -> None:
     The last token that is sampled is never stored.
     """
     assert count_reserved(lambda _: 4, [(2, 2)] * 4, slots=9) == Waste(used=10, in_rows=16, rows=4, steps=2)
+    with pytest.raises(ValueError, match="a region of 10 slots; expected 9 at most"):
+        count_reserved(lambda _: 10, [(2, 2)], slots=9)
 
 
 @given(

@@ -107,6 +107,10 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
             "line 1: hash_ids has 3 numbers for 600 tokens; expected 2: one for each 512 tokens, and one for the rest",
         ),
         (
+            ('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2, 3]}',),
+            "line 1: hash_ids has 3 numbers for 1024 tokens; expected 2",
+        ),
+        (
             ('{"timestamp": 0, "input_length": 1600, "output_length": 1, "hash_ids": [1, 2]}',),
             "line 1: hash_ids has 2 numbers for 1600 tokens; expected 4",
         ),
@@ -187,7 +191,7 @@ def test_a_trace_of_azure_has_dates_and_counts_and_no_contents(tmp_path: Path) -
         ((AZURE, f"2023-11-16 18:15:46,374,{'9' * 5000}"), "line 2: GeneratedTokens is '9999"),
         ((AZURE, "2023-11-16 18:15:46,374,\u0665"), "line 2: GeneratedTokens is '\u0665'; expected 0"),
         (
-            (AZURE, "0001-01-01 00:00:00,1,1", "9999-12-31 23:59:59,1,1"),
+            (AZURE, "0001-01-01 00:00:00+14:00,1,1", "9999-12-31 23:59:59-14:00,1,1"),
             "s; expected a week at most: cut it into parts",
         ),
     ],
