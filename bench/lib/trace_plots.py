@@ -155,12 +155,11 @@ def points_of(axes: Axes) -> list[list[tuple[float, float]]]:
 
 def _share_limits(panels: Sequence[Axes]) -> None:
     """Give panels that stand side by side one scale, and a tick to each size of pool."""
-    points = [[point for line in points_of(axes) for point in line] for axes in panels]
-    top = max((y for each in points for _, y in each), default=0.0)
-    for axes, each in zip(panels, points, strict=True):
+    points = [point for axes in panels for line in points_of(axes) for point in line]
+    top, pools = max((y for _, y in points), default=0.0), sorted({x for x, _ in points})
+    for axes in panels:
         axes.set_ylim(0, 1.08 * top or 1.0)
         axes.set_xscale("log", base=2)
-        pools = sorted({x for x, _ in each})
         axes.xaxis.set_major_locator(ticker.FixedLocator(pools))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tokens(value)))

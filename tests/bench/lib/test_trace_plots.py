@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_each_way_to_route_has_a_line_over_the_size_of_pools() -> None:
         "4 workers",
         "8 workers, arrivals 2 times as fast",
     ]
+    assert list(more_good.get_xticks()) == [256_000, 512_000], "those of all suites"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.texts] == ["cost: prefix and load", "round robin", "no prefix cache"]
 
@@ -71,3 +73,16 @@ def test_equal_rows_are_equal_files_with_text(tmp_path: Path) -> None:
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
     assert "100 requests of talks" in drawn
+
+
+def test_the_pictures_of_the_guide_have_the_figures_of_its_tables() -> None:
+    """They are drawn from the rows that the tables are of: a row of the table for each three bars."""
+    guide, picture = (DOCS / "scale.md").read_text(), (DOCS / "capacity.svg").read_text()
+    fits = re.findall(r"^\| (?:code|conv), [\d,]+ \| (\d+), (\d+), (\d+) \|", guide, re.MULTILINE)
+    assert len(fits) == 6
+    bars = re.findall(r">(\d+)</text>", picture)
+    drawn = [tuple(bars[place : place + 3]) for place in range(len(bars) - 2)]
+    assert all(each in drawn for each in fits)
+    replays = (DOCS / "replays.svg").read_text()
+    asked = (f"{int(count.replace(',', '')):,} requests of" for count in re.findall(r"has ([\d,]+) requests in", guide))
+    assert all(words in replays for words in (*asked, "A step: base=20ms,decode=50us,prefill=50us."))
