@@ -133,6 +133,12 @@ def test_the_ledger_grants_a_block_for_each_as_regions_are_counted(requests: lis
     assert count_fitting(64, requests, fit) == count_reserved(lambda _: 64, requests, 64 * fit)
 
 
+def test_regions_that_never_grow_leave_no_block_free() -> None:
+    """The ledger's watermark is for growth: of 200 blocks it would keep two."""
+    counted = count_fitting(64, [(10, 9)] * 900, 200)
+    assert counted.rows == 200 * counted.steps > 0
+
+
 def test_in_small_blocks_more_fit_into_equal_memory() -> None:
     requests, slots = mixed_requests(120, seed=0), 16_384
     paged = count_fitting(16, requests, slots // 16)

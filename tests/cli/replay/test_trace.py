@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,18 @@ def test_a_trace_of_azure_has_dates_and_counts_and_no_contents(tmp_path: Path) -
 )
 def test_a_wrong_line_of_azures_form_is_named(tmp_path: Path, lines: tuple[str, ...], what: str) -> None:
     assert what in refusal(written(tmp_path / "log", *lines))
+
+
+def test_a_date_without_a_zone_is_utc_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In New York no clock says 2:30 on that day."""
+    path = written(tmp_path / "a.csv", AZURE, "2024-03-10 01:30:00,1,1", "2024-03-10 03:30:00,1,1")
+    monkeypatch.setenv("TZ", "America/New_York")
+    try:
+        time.tzset()
+        assert read_trace(path).seconds == 7200.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_dates_before_1970_count_from_the_first_one_too(tmp_path: Path) -> None:
