@@ -27,6 +27,38 @@ class AdapterRef:
     fingerprint: str
 
 
+OWN_NAME_WORDS: Final = f"{NAME_WORDS}; a * at its end stands for any further ones"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShare:
+    """For whom a load is, and what that tenant's own adapters may take.
+
+    `names` are those of its own adapters; a * at the end stands for any further characters. `max_bytes` bounds what
+    these take in the memory of one worker; 0: nothing does.
+    """
+
+    tenant: str = ""
+    names: tuple[str, ...] = ()
+    max_bytes: int = 0
+
+    def owns(self, name: str) -> bool:
+        """Return whether an adapter is the tenant's own."""
+        return any(_is_named(each, name) for each in self.names)
+
+
+NOBODYS: Final = AdapterShare()
+
+
+def is_own_name(text: str) -> bool:
+    """Return whether a text may stand for names of a tenant's own adapters: a name, or how names begin, and a *."""
+    return is_adapter_name(text.removesuffix("*"))
+
+
+def _is_named(own: str, name: str) -> bool:
+    return name.startswith(own[:-1]) if own.endswith("*") else name == own
+
+
 def is_adapter_name(name: str) -> bool:
     """Return whether a text may name an adapter. It stands in URLs and log lines, and is never a path."""
     return _NAME.fullmatch(name) is not None

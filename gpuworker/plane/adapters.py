@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
+from common.contracts.adapters import NAME_WORDS, NOBODYS, AdapterRef, AdapterShare, is_adapter_name
 from common.contracts.errors import (
     FieldViolation,
     InvalidConfig,
@@ -26,7 +26,7 @@ from common.contracts.errors import (
     Unavailable,
 )
 from common.contracts.limits import MAX_ADAPTER_PATH_CHARS, MAX_ADAPTERS
-from gpuworker.scheduling.adapter_table import Adapter, AdapterTable
+from gpuworker.scheduling.adapter_table import Adapter, AdapterTable, check_bytes
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,13 @@ class AdapterStore:
     """`read` reads a folder, on any thread, and raises UnfitAdapter. `begin_thread` prepares the thread of loads."""
 
     def __init__(
-        self, read: Callable[[Path], ReadAdapter], limits: AdapterLimits, begin_thread: Callable[[], object]
+        self,
+        read: Callable[[Path], ReadAdapter],
+        limits: AdapterLimits,
+        begin_thread: Callable[[], object],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read, self._limits = read, limits
+        self._read, self._limits, self._now = read, limits, now
         self._table = AdapterTable(limits.max_held)
         self._thread = ThreadPoolExecutor(1, "quire-adapters", initializer=begin_thread)
         self._turn = asyncio.Lock()  # of loads: one reads at a time
@@ -106,38 +110,50 @@ class AdapterStore:
 
     # ------------------------------------------------------------ routers
 
-    async def load(self, wanted: AdapterRef, path: str = "") -> None:
-        """Have an adapter in memory: one that is known, or the one in a folder below the root.
+    async def load(self, wanted: AdapterRef, path: str = "", share: AdapterShare = NOBODYS, folder: str = "") -> None:
+        """Have an adapter in memory: one that is known, or the one at a path below the root, and below its `folder`.
 
-        The fingerprint of `wanted` is what a router expects; "" takes any content. Raises InvalidRequest for a folder
-        without an adapter for this model, NotFound for an unknown name, and PermissionDenied for a folder elsewhere.
-        Where all in memory are in use, a new one is known and not in memory, and for a known one Overloaded is raised.
+        The fingerprint of `wanted` is what a router expects; "" takes any content. `share` says for whom it is. Raises
+        InvalidRequest for a path without an adapter for this model, NotFound for an unknown name, and PermissionDenied
+        for a path elsewhere, and for an adapter larger than its tenant may have. Where it finds no room, a new one is
+        known and not in memory; for a known one Overloaded is raised, and it has a place in the line of loads.
         """
         if not is_adapter_name(wanted.name):
             raise InvalidRequest(FieldViolation("lora_name", f"is {wanted.name[:64]!r}; expected {NAME_WORDS}"))
+        self._table.renew(wanted.name, self._now())
         async with self._turn:
-            known = None if path else self._table.get(wanted.name)
-            if known is not None and known.weights is not None and wanted.fingerprint in ("", known.fingerprint):
-                return
-            folder = self._below_root(path) if known is None else Path(known.source)
-            if known is not None:
-                _check_content(known, wanted)
-                self._table.check_room(known)
-            began = time.monotonic()
-            read = await self._read_beside(folder) if known is None else await self._read_again(known)
-            adapter, left = self._table.add(_adapter_of(wanted.name, folder, read)), None
+            before = self._table.changes
             try:
-                left = self._table.fill(adapter, read.weights)
-            except Overloaded:
-                if known is not None:
-                    raise
-                log.warning("adapter %s is known, and not in memory: all that are there are in use", wanted.name)
+                await self._load(wanted, path, share, folder)
             finally:
-                self.load_seconds = time.monotonic() - began
-                self.changed()
+                if self._table.changes != before:
+                    self.changed()
+
+    async def _load(self, wanted: AdapterRef, path: str, share: AdapterShare, below: str) -> None:
+        known = None if path else self._table.get(wanted.name)
+        folder = self._below_root(path, below) if known is None else Path(known.source)
+        if known is not None:
+            _check_content(known, wanted)
+            self._table.check_room(known, share, self._now())
+            if known.is_open:
+                return
+        began = self._now()
+        read = await self._read_beside(folder) if known is None else await self._read_again(known)
+        found, left = _adapter_of(wanted.name, folder, read), list[Adapter]()
+        check_bytes(found, share)
+        adapter = self._table.add(found)
+        try:
+            left = self._table.fill(adapter, read.weights, share, self._now())
+        except Overloaded:
+            if known is not None:
+                raise
+            self._table.leave_line(adapter.name)
+            log.warning("adapter %s is known, and not in memory: all that are there are in use", wanted.name)
+        finally:
+            self.load_seconds = self._now() - began
         log.info("adapter %s loaded in %.3f s", wanted.name, self.load_seconds, extra={"source": str(folder)})
-        if left is not None:
-            log.info("adapter %s left memory for it", left.name)
+        for each in left:
+            log.info("adapter %s left memory for it", each.name)
 
     async def _read_again(self, known: Adapter) -> ReadAdapter:
         """Read a known adapter for a request. Its client is told neither of folders nor of what is wrong in them."""
@@ -159,8 +175,11 @@ class AdapterStore:
         except UnfitAdapter as error:
             raise InvalidRequest(FieldViolation("lora_path", str(error))) from None
 
-    def _below_root(self, path: str) -> Path:
-        """Return the folder that a path names. Links are followed first, those of its files too, so none leads out."""
+    def _below_root(self, path: str, below: str = "") -> Path:
+        """Return the folder that a path names. Links are followed first, those of its files too, so none leads out.
+
+        `below` is the folder of the root that it must lie in; "": anywhere in the root.
+        """
         root = self._limits.root
         if root is None:
             what = "this worker loads no adapters at run time; start it with --lora-dir, and load from below its folder"
@@ -175,8 +194,9 @@ class AdapterStore:
             raise InvalidRequest(
                 FieldViolation("lora_path", "has links that lead nowhere; expected a folder below --lora-dir")
             ) from None
-        if not all(each.is_relative_to(root) for each in places):
-            raise PermissionDenied(f"adapters are loaded from below {root} alone; copy the folder there")
+        if not all(each.is_relative_to(root / below) for each in places):
+            where = f"the folder {below} of --lora-dir" if below else str(root)
+            raise PermissionDenied(f"adapters are loaded from below {where} alone; copy the folder there")
         return folder
 
     # ------------------------------------------------------------ the folder
@@ -221,7 +241,7 @@ class AdapterStore:
             except QuireError as refused:
                 log.warning("the adapter in %s cannot be served: %s", folder, refused)
                 return
-            if adapter.weights is None and self._table.num_held < self._limits.max_held:
+            if self._table.may_take(adapter):
                 self._table.fill(adapter, read.weights)
         log.info("adapter %s is known", name, extra={"source": str(folder)})
         self.changed()
@@ -243,7 +263,7 @@ class AdapterStore:
                 fingerprint=each.fingerprint,
                 rank=each.rank,
                 num_bytes=each.num_bytes,
-                in_memory=each.weights is not None,
+                in_memory=each.is_open,
             )
             for each in self._table.known
         ]

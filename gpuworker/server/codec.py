@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.contracts.adapters import OWN_NAME_WORDS, AdapterShare, is_adapter_name, is_own_name
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.limits import MAX_OWN_ADAPTER_NAMES, MAX_TENANT_CHARS
 from common.contracts.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
 from common.wire.lease_codec import valid_weight
 from common.wire.packing import unpack_u32
@@ -143,3 +146,17 @@ def load_message(load: EngineLoad, draining: bool, migrating: bool = False) -> p
         fetch_seconds_per_block=load.fetch_seconds_per_block,
         fetch_setup_seconds=load.fetch_setup_seconds,
     )
+
+
+def share_of(message: pb.LoadAdapter) -> AdapterShare:
+    """Return for whom a load is. Raises InvalidRequest for names or a folder that cannot be."""
+    share = message.share
+    names = tuple(share.names[: MAX_OWN_ADAPTER_NAMES + 1])
+    if len(names) > MAX_OWN_ADAPTER_NAMES or len(share.tenant) > MAX_TENANT_CHARS:
+        what = f"expected a tenant of at most {MAX_TENANT_CHARS} characters, and {MAX_OWN_ADAPTER_NAMES} names"
+        raise InvalidRequest(FieldViolation("share", what))
+    if not all(is_own_name(name) for name in names):
+        raise InvalidRequest(FieldViolation("share.names", f"expected {OWN_NAME_WORDS}"))
+    if message.folder and not is_adapter_name(message.folder):
+        raise InvalidRequest(FieldViolation("folder", "expected the name of one folder"))
+    return AdapterShare(share.tenant, names, share.max_bytes)

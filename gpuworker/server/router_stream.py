@@ -48,7 +48,7 @@ from gpuworker.plane.adapters import AdapterStore
 from gpuworker.scheduling.adapter_table import Adapter
 from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
-from gpuworker.server.codec import constraint_of, engine_request
+from gpuworker.server.codec import constraint_of, engine_request, share_of
 from gpuworker.server.live_sequence import LiveSequence, gather
 from gpuworker.server.output_buffer import OutputBuffer
 from gpuworker.server.spans import SequenceSpans
@@ -355,7 +355,8 @@ class RouterStream:
     async def _load_adapter(self, message: pb.LoadAdapter) -> None:
         error: QuireError | None = None
         try:
-            await self._served_adapters().load(AdapterRef(message.name, message.fingerprint), message.path)
+            wanted, share = AdapterRef(message.name, message.fingerprint), share_of(message)
+            await self._served_adapters().load(wanted, message.path, share, message.folder)
         except QuireError as refused:
             error = refused
         except Exception:

@@ -1,4 +1,7 @@
-"""Loads of adapters that requests wait for at the router: one for all requests that wait for the same at one worker."""
+"""Loads of adapters that requests wait for at the router: one for all requests that wait for the same at one worker.
+
+A worker whose memory is full is asked again and again: so the load keeps its place in the worker's line.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.contracts.adapters import AdapterRef
-from common.contracts.errors import DeadlineExceeded, Overloaded
+from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
+from common.contracts.errors import DeadlineExceeded, Overloaded, QuotaViolation
 from router.workers.client import WorkerClient
 
 # Pauses between two attempts while all adapters in a worker's memory are in use.
@@ -19,11 +22,25 @@ PATIENCE_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Load:
-    """A load that so many requests wait for. `full` is set once all adapters in the worker's memory were in use."""
+    """A load, and for each request that waits for it what ends its wait without it, and when.
 
-    waiting: int = 0
+    `full` is set once it found no room, and `why` says why not, as the worker last did.
+    """
+
+    waiting: dict[asyncio.Future[None], float] = field(default_factory=dict)
     full: asyncio.Event = field(default_factory=asyncio.Event)
+    why: str = ""
     ended: asyncio.Task[None] | None = None
+
+    def found_no_room(self, refused: Overloaded, now: float, patience: float) -> None:
+        """Note the worker's reason, and end the waits that have lasted as long as they may."""
+        self.why = refused.violation.description
+        self.full.set()
+        words = f"{self.why}; the request has waited for {patience:g} s"
+        over = type(refused)(QuotaViolation(refused.violation.subject, words), refused.retry_after_s)
+        for wait, latest in self.waiting.items():
+            if now >= latest and not wait.done():
+                wait.set_exception(over)
 
 
 class AdapterLoads:
@@ -39,53 +56,56 @@ class AdapterLoads:
         wanted: AdapterRef,
         deadline: float | None,
         interrupted: asyncio.Event,
-        give_way: Callable[[], None] = lambda: None,
+        give_way: Callable[[str], None] = lambda why: None,
+        share: AdapterShare = NOBODYS,
     ) -> None:
         """Return once the adapter is in the worker's memory, or the request is interrupted.
 
-        `give_way` is called where the adapter finds no room: that may last as long as streams of other adapters, so
-        the place at the worker is to be free meanwhile. Raises Unavailable where the worker is lost, Overloaded where
-        its memory stays full, DeadlineExceeded, and the worker's refusal.
+        `give_way` is called with the worker's reason where the adapter finds no room: that may last as long as streams
+        of other adapters, so the place at the worker is to be free meanwhile. `share` says for whom it is loaded.
+        Raises Unavailable where the worker is lost, Overloaded where there is no room for as long as the request
+        waits, DeadlineExceeded, and the worker's refusal.
         """
-        load = self._running.get((client, wanted)) or self._begin(client, wanted)
+        load = self._running.get((client, wanted)) or self._begin(client, wanted, share)
         assert load.ended is not None
         timeout = None if deadline is None else max(0.0, deadline - self._now())
         left, full = asyncio.create_task(interrupted.wait()), asyncio.create_task(load.full.wait())
-        ends: tuple[asyncio.Task[object], ...] = (load.ended, left)
-        load.waiting += 1
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ends: tuple[asyncio.Future[object], ...] = (load.ended, left, refused)
+        load.waiting[refused] = self._now() + self._patience
         try:
             async with asyncio.timeout(timeout):
                 done, _ = await asyncio.wait((*ends, full), return_when=asyncio.FIRST_COMPLETED)
                 if full in done:
-                    give_way()
+                    give_way(load.why)
                     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise DeadlineExceeded(f"the deadline passed while adapter {wanted.name} was loaded") from None
         finally:
-            load.waiting -= 1
+            del load.waiting[refused]
             left.cancel()
             full.cancel()
-        if load.ended in done:
-            load.ended.result()
+        for end in (refused, load.ended):
+            if end in done:
+                end.result()
+        refused.cancel()
 
-    def _begin(self, client: WorkerClient, wanted: AdapterRef) -> _Load:
+    def _begin(self, client: WorkerClient, wanted: AdapterRef, share: AdapterShare) -> _Load:
         load = self._running[client, wanted] = _Load()
-        load.ended = asyncio.create_task(self._load(client, wanted, load))
+        load.ended = asyncio.create_task(self._load(client, wanted, load, share))
         load.ended.add_done_callback(lambda done: self._ended((client, wanted), load, done))
         return load
 
-    async def _load(self, client: WorkerClient, wanted: AdapterRef, load: _Load) -> None:
-        latest = self._now() + self._patience
+    async def _load(self, client: WorkerClient, wanted: AdapterRef, load: _Load, share: AdapterShare) -> None:
         while True:
             try:
-                return await client.load_adapter(wanted)
-            except Overloaded:
-                if not load.waiting:  # whoever comes next begins another one
-                    return self._forget((client, wanted), load)
-                if self._now() >= latest:
-                    raise
-                load.full.set()
-            await asyncio.sleep(_PAUSE_S)
+                return await client.load_adapter(wanted, share=share)
+            except Overloaded as refused:
+                load.found_no_room(refused, self._now(), self._patience)
+            if load.waiting:
+                await asyncio.sleep(_PAUSE_S)
+            if not load.waiting:  # whoever comes next begins another one
+                return self._forget((client, wanted), load)
 
     def _ended(self, key: tuple[WorkerClient, AdapterRef], load: _Load, done: asyncio.Task[None]) -> None:
         self._forget(key, load)

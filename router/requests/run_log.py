@@ -93,7 +93,7 @@ class RunLog:
         self._reason, self._last = "", ""
         # The worker that computed the prompt for another one, how many tokens of it, and why it did not.
         self._prompt_worker, self._prompt_end, self._prompt_tokens = "", "", 0
-        self._failure = self._adapter = self._adapter_worker = ""
+        self._failure = self._adapter = self._adapter_worker = self._adapter_wait = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
         self._elsewhere: SeenElsewhere = NOWHERE
         self._index = NOTHING_ASKED
@@ -118,9 +118,13 @@ class RunLog:
 
     def loads_adapter(self, name: str, worker_id: str) -> None:
         """Note that the request waits until its worker has loaded its adapter."""
-        self._adapter, self._adapter_worker = name, worker_id
+        self._adapter, self._adapter_worker, self._adapter_wait = name, worker_id, ""
         if not self._phases.has_first_token:
             self._phases.enter(Phase.ADAPTER, self._clock.monotonic())
+
+    def adapter_found_no_room(self, why: str) -> None:
+        """Note the worker's reason why the adapter is not loaded at once."""
+        self._adapter_wait = why
 
     def adapter_left(self) -> None:
         """Note that this is over: it is in memory, or the request waits for another worker."""
@@ -385,6 +389,7 @@ class RunLog:
             prompt_worker=self._prompt_worker,
             adapter=self._adapter,
             adapter_worker=self._adapter_worker,
+            adapter_wait=self._adapter_wait,
             prompt_end=self._prompt_end[:_MAX_FAILURE],
             computed_elsewhere=self._prompt_tokens,
             before=before,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from common.contracts.adapters import AdapterRef
+from common.contracts.adapters import AdapterRef, AdapterShare
 from common.contracts.errors import DeadlineExceeded, EngineFailure, Unavailable
 from router.contracts.embedding import check_kind
 from router.observe.recorder import Recorder
@@ -33,6 +33,7 @@ from router.workers.worker_events import Lost
 
 # Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
 MAX_MOVES = 3
+ShareOf = Callable[[str, str], AdapterShare]
 
 
 class Submitter:
@@ -45,12 +46,14 @@ class Submitter:
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
         remote_prefill: Mode = "auto",
+        share_of: ShareOf = lambda name, tenant: AdapterShare(tenant),
     ) -> None:
+        """`share_of` returns for whom a load of an adapter is, by its name and the tenant of the request."""
         self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
         self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
-        self._loads = AdapterLoads(self._clock.monotonic)
+        self._loads, self._share_of = AdapterLoads(self._clock.monotonic), share_of
         self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill)
 
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
@@ -136,20 +139,26 @@ class Submitter:
         """
         there, held = False, [*placement.reservations]
 
-        def give_way() -> None:
+        def release_places() -> None:
             while held:
                 held.pop().release()
 
+        def give_way(why: str) -> None:
+            run.log.adapter_found_no_room(why)
+            release_places()
+
         run.log.loads_adapter(wanted.name, placement.worker_id)
+        deadline, interrupted = run.request.deadline, run.inbox.interrupted
         try:
-            await self._loads.load(placement.client, wanted, run.request.deadline, run.inbox.interrupted, give_way)
+            share = self._share_of(wanted.name, run.request.flow.tenant)
+            await self._loads.load(placement.client, wanted, deadline, interrupted, give_way, share)
             there = bool(held) and self._dispatcher.may_take(placement) and not run.inbox.interrupted.is_set()
         except Unavailable:
             pass  # the worker was lost: another one is looked for
         finally:
             run.log.adapter_left()
             if not there:
-                give_way()
+                release_places()
         return there
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:

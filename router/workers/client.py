@@ -19,7 +19,7 @@ from typing import Protocol
 from grpc import StatusCode, aio
 
 from common.backoff import Backoff
-from common.contracts.adapters import AdapterRef
+from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
 from common.contracts.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
 from common.contracts.limits import MAX_HANDLE
 from common.contracts.types import FinishReason, PoolIdentity
@@ -273,13 +273,18 @@ class WorkerClient:
         self._outbox.put(pb.StreamRequest(find=question))
         return answer
 
-    def load_adapter(self, wanted: AdapterRef, path: str = "") -> asyncio.Future[None]:
-        """Have the worker load an adapter, from a folder if a path is given; the future ends when it is in memory.
+    def load_adapter(
+        self, wanted: AdapterRef, path: str = "", share: AdapterShare = NOBODYS, folder: str = ""
+    ) -> asyncio.Future[None]:
+        """Have the worker load an adapter for a tenant; the future ends when it is in memory.
+
+        With a path it is the one there, below that folder of the worker's --lora-dir; "": anywhere below --lora-dir.
 
         Raises Unavailable without a stream; so does the future, and with the worker's reason.
         """
         number, answer, outbox = self._ask_of_adapter()
-        load = pb.LoadAdapter(query=number, name=wanted.name, path=path, fingerprint=wanted.fingerprint)
+        load = pb.LoadAdapter(query=number, name=wanted.name, path=path, fingerprint=wanted.fingerprint, folder=folder)
+        load.share.MergeFrom(pb.AdapterShare(tenant=share.tenant, names=share.names, max_bytes=share.max_bytes))
         outbox.put(pb.StreamRequest(load_adapter=load))
         return answer
 

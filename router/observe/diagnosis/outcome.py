@@ -64,9 +64,9 @@ class Outcome:
     would have computed them in `spared_seconds`; 0: not known. Before that it waited `fetch_seconds` for `fetch_asked`
     blocks from `fetch_source` ("disk", or a worker), and shared `fetched_blocks` of them. `prompt_worker` computed
     `computed_elsewhere` tokens of the prompt for the worker that sampled, or did not because of `prompt_end`. It waited
-    until `adapter_worker` had loaded its `adapter`; both are empty where that was in memory. `kept` names the tail
-    rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole
-    answer.
+    until `adapter_worker` had loaded its `adapter`; both are empty where that was in memory. `adapter_wait` says why
+    the adapter first found no room, empty where it did. `kept` names the tail rules that keep it. `index` is what the
+    prefix index said (`IndexAnswer.words`): empty for a whole answer.
     """
 
     time_ns: int = 0
@@ -79,6 +79,7 @@ class Outcome:
     prompt_worker: str = ""
     adapter: str = ""
     adapter_worker: str = ""
+    adapter_wait: str = ""
     prompt_end: str = ""
     kept: str = ""
     index: str = ""
@@ -153,7 +154,7 @@ class Outcome:
 
 _TEXTS: Final = (
     *("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index", "fetch_source"),
-    *("prompt_worker", "prompt_end", "adapter", "adapter_worker"),
+    *("prompt_worker", "prompt_end", "adapter", "adapter_worker", "adapter_wait"),
 )
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))

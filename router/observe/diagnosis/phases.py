@@ -375,6 +375,7 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]]
     Cause.PREFILL_ELSEWHERE: lambda seconds, history, outcome: _elsewhere_words(outcome),
     Cause.ADAPTER: lambda seconds, history, outcome: (
         f"it waited for adapter {outcome.adapter or '?'} to load on {outcome.adapter_worker or 'its worker'}"
+        + (f", which had no room: {outcome.adapter_wait}" if outcome.adapter_wait else "")
     ),
     Cause.CONSTRAINT: lambda seconds, history, outcome: (
         "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from common.contracts.adapters import AdapterShare
 from common.contracts.errors import InvalidRequest, ProtocolViolation
 from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, partial_hashes, root_digest
 from common.contracts.lease import LAST_BLOCK, RetainedBlocks
+from common.contracts.limits import MAX_OWN_ADAPTER_NAMES, MAX_TENANT_CHARS
 from common.contracts.types import (
     Constraint,
     ConstraintKind,
@@ -25,7 +27,7 @@ from common.wire.sampling_codec import sampling_to_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.scheduling.drafting import Speculation
 from gpuworker.scheduling.sequence import Sequence
-from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
+from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params, share_of
 from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -357,3 +359,26 @@ def test_a_constrained_sequence_drafts_and_one_with_a_budget_of_thoughts_does_no
     budget = types.ThoughtBudget(max_tokens=4, opener="<a>", closer="</a>", end="</a>")
     thinking = submit(thought_budget=budget, thought_end_token_ids=[9], prediction_token_ids=prediction)
     assert convert(thinking).new.speculation is None
+
+
+def test_a_share_arrives() -> None:
+    share = pb.AdapterShare(tenant="acme", names=["acme-*", "sql"], max_bytes=9)
+    assert share_of(pb.LoadAdapter(share=share)) == AdapterShare("acme", ("acme-*", "sql"), 9)
+    assert share_of(pb.LoadAdapter(folder="acme")) == AdapterShare()
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.LoadAdapter(share=pb.AdapterShare(tenant="t" * (MAX_TENANT_CHARS + 1))), "share"),
+        (pb.LoadAdapter(share=pb.AdapterShare(names=["a"] * (MAX_OWN_ADAPTER_NAMES + 1))), "share"),
+        (pb.LoadAdapter(share=pb.AdapterShare(names=["*"])), "share.names"),
+        (pb.LoadAdapter(share=pb.AdapterShare(names=["a*b"])), "share.names"),
+        (pb.LoadAdapter(folder="../acme"), "folder"),
+        (pb.LoadAdapter(folder="acme/.."), "folder"),
+    ],
+)
+def test_a_share_is_bounded_and_a_folder_is_one_name(message: pb.LoadAdapter, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        share_of(message)
+    assert [each.field for each in refused.value.violations] == [field]

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from common.contracts.adapters import AdapterRef
+from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
 from common.contracts.clock import ManualClock
-from common.contracts.errors import DeadlineExceeded, NotFound, Overloaded, QuotaViolation
+from common.contracts.errors import DeadlineExceeded, NotFound, Overloaded, QuotaViolation, RateLimited
 from router.requests.adapter_loads import AdapterLoads
 from router.workers.client import WorkerClient
 
+ACME = AdapterShare("acme", ("sql",), 1000)
 SQL = AdapterRef("sql", "1" * 64)
 FULL = Overloaded(QuotaViolation("worker.loras", "all are in use"), 1.0)
 
@@ -23,10 +24,12 @@ class Client:
 
     def __init__(self) -> None:
         self.loads: list[asyncio.Future[None]] = []
+        self.shares: list[AdapterShare] = []
         self.asked = asyncio.Event()
 
-    def load_adapter(self, wanted: AdapterRef, path: str = "") -> asyncio.Future[None]:
+    def load_adapter(self, wanted: AdapterRef, path: str = "", share: AdapterShare = NOBODYS) -> asyncio.Future[None]:
         assert (wanted, path) == (SQL, "")
+        self.shares.append(share)
         self.loads.append(asyncio.get_running_loop().create_future())
         self.asked.set()
         return self.loads[-1]
@@ -39,10 +42,13 @@ class Client:
 
 
 def begin(
-    loads: AdapterLoads, client: Client, deadline: float | None = None, give_way: Callable[[], None] = lambda: None
+    loads: AdapterLoads,
+    client: Client,
+    deadline: float | None = None,
+    give_way: Callable[[str], None] = lambda why: None,
 ) -> tuple[asyncio.Task[None], asyncio.Event]:
     interrupted = asyncio.Event()
-    wait = loads.load(cast("WorkerClient", client), SQL, deadline, interrupted, give_way)
+    wait = loads.load(cast("WorkerClient", client), SQL, deadline, interrupted, give_way, ACME)
     return asyncio.create_task(wait), interrupted
 
 
@@ -56,6 +62,7 @@ async def test_two_requests_share_a_load() -> None:
     (await client.next_load()).set_result(None)
     await third
     assert len(client.loads) == 2
+    assert client.shares == [ACME, ACME]
 
 
 async def test_a_request_that_is_interrupted_leaves_and_the_load_goes_on() -> None:
@@ -78,28 +85,46 @@ async def test_a_full_memory_is_asked_again_and_then_refuses() -> None:
     third = await client.next_load()
     clock.advance(5.0)
     third.set_exception(FULL)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match=r"^worker\.loras: all are in use; the request has waited for 5 s; try again"):
         await waiting
     assert len(client.loads) == 3
 
 
+async def test_one_that_came_later_waits_longer_and_a_refusal_for_a_tenants_limit_stays_one() -> None:
+    clock = ManualClock()
+    loads, client = AdapterLoads(clock.monotonic, patience=5.0), Client()
+    first, _ = begin(loads, client)
+    load = await client.next_load()
+    clock.advance(3.0)
+    later, _ = begin(loads, client)
+    load.set_exception(FULL)
+    load = await client.next_load()
+    clock.advance(2.0)
+    load.set_exception(RateLimited(QuotaViolation("tenant acme.adapter_bytes", "at most 9"), 1.0))
+    with pytest.raises(RateLimited, match="at most 9; the request has waited for 5 s"):
+        await first
+    assert not later.done()
+    (await client.next_load()).set_result(None)
+    await later
+
+
 async def test_requests_give_way_once_while_the_memory_is_full() -> None:
     loads, client, gave = AdapterLoads(ManualClock().monotonic), Client(), list[str]()
-    first, _ = begin(loads, client, give_way=lambda: gave.append("first"))
+    first, _ = begin(loads, client, give_way=lambda why: gave.append(f"first: {why}"))
     load = await client.next_load()
     assert gave == []
     load.set_exception(FULL)
     await client.next_load()
-    second, _ = begin(loads, client, give_way=lambda: gave.append("second"))
+    second, _ = begin(loads, client, give_way=lambda why: gave.append(f"second: {why}"))
     client.loads[-1].set_exception(FULL)
     (await client.next_load()).set_result(None)
     await asyncio.gather(first, second)
-    assert gave == ["first", "second"]
+    assert gave == ["first: all are in use", "second: all are in use"]
 
 
 async def test_a_load_that_finds_room_lets_nobody_give_way() -> None:
     loads, client, gave = AdapterLoads(ManualClock().monotonic), Client(), list[str]()
-    waiting, _ = begin(loads, client, give_way=lambda: gave.append("first"))
+    waiting, _ = begin(loads, client, give_way=gave.append)
     (await client.next_load()).set_result(None)
     await waiting
     assert gave == []

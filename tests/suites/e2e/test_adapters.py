@@ -20,6 +20,7 @@ from quire.types.v1 import types_pb2
 from tests.support.adapters import adapter, digits_of, tokens_of
 from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite, running_suite
+from tests.support.waiting import until
 from tests.support.why import quire_adapters, quire_why
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -230,3 +231,30 @@ async def test_loads_and_unloads_under_load_fail_nothing_and_leave_no_memory(ada
     expected = {tuple(tokens_of(KIND, variant, PROMPT, COUNT)) for variant in (None, 0)}
     assert {tuple(each) for each in answers} == expected
     assert grown < 8 << 20, f"{grown} bytes"
+
+
+@pytest.mark.rest
+async def test_streams_that_keep_coming_for_what_is_in_memory_hold_off_no_other_adapter(
+    adapted: Suite, folder: Path
+) -> None:
+    """The two that fit in memory are in use all the time: a third one gets its turn, and says what it waited for."""
+    shutil.copytree(adapter(KIND, 2), folder / "third")
+    assert (await load(adapted, "third", "third")).status_code == 200
+    stop, answers = asyncio.Event(), list[list[int]]()
+
+    async def ask(name: str) -> None:
+        while not stop.is_set():
+            answers.append(tokens(await complete(adapted, name, max_tokens=200)))
+
+    others = [asyncio.create_task(ask(name)) for name in ("own-0", "own-1") for _ in range(3)]
+    try:
+        await until(lambda: len(answers) > 6)
+        answer = await complete(adapted, "third")
+        assert tokens(answer) == tokens_of(KIND, 2, PROMPT, COUNT)
+        _, why, _ = await quire_why(adapted, answer["request_id"])
+        assert "which had no room: all 2 adapters in memory are in use, and --max-loras is 2" in why, why
+    finally:
+        stop.set()
+        await asyncio.gather(*others)
+    assert {tuple(each[:COUNT]) for each in answers} == {tuple(tokens_of(KIND, each, PROMPT, COUNT)) for each in (0, 1)}
+    assert (await unload(adapted, "third")).status_code == 200

@@ -110,12 +110,18 @@ class LoadAdapter(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     query: _builtins.int
     """Chosen by the router, to tell answers apart."""
     name: _builtins.str
     path: _builtins.str
     fingerprint: _builtins.str
     """The content that the router expects; empty takes any."""
+    folder: _builtins.str
+    """The path lies below this folder of --lora-dir; empty: anywhere below --lora-dir."""
+    @_builtins.property
+    def share(self) -> Global___AdapterShare: ...
     def __init__(
         self,
         *,
@@ -123,14 +129,47 @@ class LoadAdapter(_message.Message):
         name: _builtins.str = ...,
         path: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        share: Global___AdapterShare | None = ...,
+        folder: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "query", b"query"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "folder", b"folder", "name", b"name", "path", b"path", "query", b"query", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadAdapter: _TypeAlias = LoadAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterShare(_message.Message):
+    """For whom a load is: tenants take turns where memory is full."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    max_bytes: _builtins.int
+    """What these may take in the worker's memory; 0: nothing bounds it."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the tenant's own adapters; a * at the end of one stands for any further characters. At most 64."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "names", b"names", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterShare: _TypeAlias = AdapterShare  # noqa: Y015
 
 @_typing.final
 class UnloadAdapter(_message.Message):

@@ -125,6 +125,11 @@ def test_a_wait_for_an_adapter_names_it_and_the_worker_that_loads_it() -> None:
     assert found.verdict.sentence == (
         "90 % of the 1.0 s to the first token: it waited for adapter sql to load on worker-1."
     )
+    found = asked(replace(slow, adapter_wait="all 2 adapters in memory are in use"), routed(), granted(0.0))
+    assert found.verdict.sentence == (
+        "90 % of the 1.0 s to the first token: it waited for adapter sql to load on worker-1, which had no room: "
+        "all 2 adapters in memory are in use."
+    )
 
 
 def test_a_wait_for_a_checkpoint_names_whose_it_is() -> None:
