@@ -206,13 +206,14 @@ class RouterProcess:
     def _find_workers(self, router: RouterIdentity) -> None:
         """Look for workers in Redis, and keep a stream to each."""
         settings, clock = self.settings, self._clock
+        self._authenticator = authenticator_of(settings, self._card.name)
         self.pool = WorkerPool(
             router,
             self._card.identity,
             clock,
             dial=dialer(self._tls, Role.WORKER),
             manager_patience=settings.manager_patience,
-            adapter_names=AdapterNames(self._card.names),
+            adapter_names=AdapterNames(self._card.names, self._authenticator.adapter_share),
         )
         self._clients = self._redis_clients()
         self._discovery: Discovery | None = None
@@ -269,7 +270,6 @@ class RouterProcess:
         self._validator = WatchedValidator(validator, self._record_wrong_request)
         self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse_unread)
         self._metered = MeteredValidator(self._validator, self._meter)
-        self._authenticator = authenticator_of(settings, self._card.name)
         self._calls = Calls(clock, self._authenticator, self._meter)
         self.status = RouterStatus(
             self._card, self.pool, self._admission, self._redis, self.frontend, self._manager_calls, clock

@@ -17,10 +17,10 @@ _SHOWN_DIGITS = 12
 
 
 def in_words(answer: pb.ListAdaptersResponse) -> str:
-    """Return one line for each adapter, and one for each worker that knows it."""
+    """Return one line for each adapter, and one for each worker that knows it; then what tenants have of their own."""
     lines = []
     for adapter in answer.adapters:
-        lines.append(adapter.name)
+        lines.append(f"{adapter.name}, of tenant {adapter.tenant}" if adapter.tenant else adapter.name)
         for each in adapter.workers:
             if each.error:
                 lines.append(f"  {each.worker_id}: not loaded: {each.error}")
@@ -28,7 +28,22 @@ def in_words(answer: pb.ListAdaptersResponse) -> str:
             where = "in memory" if each.in_memory else "read when a request names it"
             content = f"content {each.fingerprint[:_SHOWN_DIGITS]}"
             lines.append(f"  {each.worker_id}: rank {each.rank}, {each.num_bytes >> 10} KiB, {where}, {content}")
-    return "\n".join(lines) or "no adapter is loaded"
+    return "\n".join([*lines, *_tenant_lines(answer)]) or "no adapter is loaded"
+
+
+def _tenant_lines(answer: pb.ListAdaptersResponse) -> list[str]:
+    """Return what each tenant's own adapters take in the memory of each worker, and what they may take."""
+    taken, most = dict[tuple[str, str], int](), dict[str, int]()
+    for adapter in answer.adapters:
+        for each in adapter.workers if adapter.tenant else ():
+            place = adapter.tenant, each.worker_id
+            taken[place] = taken.get(place, 0) + (each.num_bytes if each.in_memory else 0)
+            most[adapter.tenant] = adapter.tenant_max_bytes
+    return [
+        f"tenant {tenant}: {num_bytes >> 10} KiB in memory of {worker}"
+        + (f", at most {most[tenant] >> 10}" if most[tenant] else "")
+        for (tenant, worker), num_bytes in sorted(taken.items())
+    ]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -159,9 +159,9 @@ class AdapterTable:
         self._in_memory[adapter.name] = adapter
         self._touch(adapter)
         self.leave_line(adapter.name)
-        for each in self._claims.values():
-            if each.share.tenant == share.tenant:
-                each.turn = now
+        for claim in self._claims.values():
+            if claim.share.tenant == share.tenant:
+                claim.turn = now
         return left
 
     def check_room(self, adapter: Adapter, share: AdapterShare = NOBODYS, now: float = 0.0) -> None:

@@ -6,11 +6,11 @@ other workers still have the one before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from common.contracts.adapters import AdapterRef
+from common.contracts.adapters import AdapterRef, AdapterShare
 
 PRIOR_LOAD_S: Final = 0.2
 """Assumed for a load until a worker has made one."""
@@ -48,11 +48,22 @@ class WorkerAdapters:
 NO_ADAPTERS: Final = WorkerAdapters({})
 
 
-class AdapterNames:
-    """What names stand for. `reserved` are those of the base, which no adapter may have."""
+ShareOf = Callable[[str, str], AdapterShare]
 
-    def __init__(self, reserved: Collection[str] = ()) -> None:
-        self.reserved = frozenset(reserved)
+
+def share_of_tenant(name: str, tenant: str) -> AdapterShare:
+    """Let a load be for the tenant whose request waits for it: no adapter is anybody's own."""
+    return AdapterShare(tenant)
+
+
+class AdapterNames:
+    """What names stand for. `reserved` are those of the base, which no adapter may have.
+
+    `share_of` returns for whom a load of an adapter is, by its name and the tenant whose request waits for it.
+    """
+
+    def __init__(self, reserved: Collection[str] = (), share_of: ShareOf = share_of_tenant) -> None:
+        self.reserved, self.share_of = frozenset(reserved), share_of
         self._latest: dict[str, str] = {}
 
     def note(self, before: WorkerAdapters, now: WorkerAdapters) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
 from common.contracts.errors import DeadlineExceeded, Overloaded, QuotaViolation
@@ -71,7 +71,7 @@ class AdapterLoads:
         timeout = None if deadline is None else max(0.0, deadline - self._now())
         left, full = asyncio.create_task(interrupted.wait()), asyncio.create_task(load.full.wait())
         refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ends: tuple[asyncio.Future[object], ...] = (load.ended, left, refused)
+        ends: tuple[asyncio.Future[Any], ...] = (load.ended, left, refused)
         load.waiting[refused] = self._now() + self._patience
         try:
             async with asyncio.timeout(timeout):

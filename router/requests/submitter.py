@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from common.contracts.adapters import AdapterRef, AdapterShare
+from common.contracts.adapters import AdapterRef
 from common.contracts.errors import DeadlineExceeded, EngineFailure, Unavailable
 from router.contracts.embedding import check_kind
 from router.observe.recorder import Recorder
@@ -33,7 +33,6 @@ from router.workers.worker_events import Lost
 
 # Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
 MAX_MOVES = 3
-ShareOf = Callable[[str, str], AdapterShare]
 
 
 class Submitter:
@@ -46,14 +45,12 @@ class Submitter:
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
         remote_prefill: Mode = "auto",
-        share_of: ShareOf = lambda name, tenant: AdapterShare(tenant),
     ) -> None:
-        """`share_of` returns for whom a load of an adapter is, by its name and the tenant of the request."""
         self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
         self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
-        self._loads, self._share_of = AdapterLoads(self._clock.monotonic), share_of
+        self._loads = AdapterLoads(self._clock.monotonic)
         self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill)
 
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
@@ -150,7 +147,7 @@ class Submitter:
         run.log.loads_adapter(wanted.name, placement.worker_id)
         deadline, interrupted = run.request.deadline, run.inbox.interrupted
         try:
-            share = self._share_of(wanted.name, run.request.flow.tenant)
+            share = self._dispatcher.pool.adapter_share(wanted.name, run.request.flow.tenant)
             await self._loads.load(placement.client, wanted, deadline, interrupted, give_way, share)
             there = bool(held) and self._dispatcher.may_take(placement) and not run.inbox.interrupted.is_set()
         except Unavailable:

@@ -346,7 +346,7 @@ class Validator:
             self.adapters.check_model(named)
         found = self.adapters.find_adapter(model) if model else None
         if found is not None:
-            tenant.check_model(found.name)
+            tenant.check_adapter(found.name)
         return found
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from common.contracts.adapters import AdapterShare
 from common.contracts.clock import until_tick
 from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, Unauthenticated
 from router.tenants.keys import KeyTable
@@ -37,6 +38,10 @@ class PeerDirectory:
     def known(self, tenant: str, credential: str) -> Caller:
         """Return a caller who was recognised before, as it is now."""
         return Caller(Tenant(tenant))
+
+    def adapter_share(self, name: str, tenant: str) -> AdapterShare:
+        """Return for whom a load of an adapter is, which a tenant's request waits for."""
+        return AdapterShare(tenant)
 
     def is_live(self, caller: Caller) -> bool:
         return True
@@ -87,6 +92,10 @@ class TenantDirectory:
             return None
         caller = Caller(found, credential)
         return caller if self.is_live(caller) else None
+
+    def adapter_share(self, name: str, tenant: str) -> AdapterShare:
+        """Return for whom a load of an adapter is: its owner, or the tenant whose request waits for it."""
+        return self._table.owners.share_of(name) or AdapterShare(tenant)
 
     def is_live(self, caller: Caller) -> bool:
         if caller.credential.startswith("key "):

@@ -9,9 +9,10 @@ limit refuses gets its tokens back, so that it can come in later.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from common.contracts.adapters import AdapterShare
 from common.contracts.errors import PermissionDenied, QuotaViolation, RateLimited
 from common.contracts.lease import MAX_RETENTION_PRIORITY
 
@@ -37,12 +38,45 @@ class TenantLimits:
         return self != TenantLimits()
 
 
+class AdapterOwners:
+    """Whose own an adapter is, by its name."""
+
+    def __init__(self, shares: Iterable[AdapterShare] = ()) -> None:
+        """No two tenants have a name in common: `find_clash` says so."""
+        self._by_name = {name: share for share in shares for name in share.names}
+
+    def share_of(self, name: str) -> AdapterShare | None:
+        """Return what the owner of an adapter may have; None where it is nobody's own."""
+        beginnings = (f"{name[:size]}*" for size in range(len(name), 0, -1))
+        return next((self._by_name[each] for each in (name, *beginnings) if each in self._by_name), None)
+
+    @staticmethod
+    def find_clash(names: Mapping[str, Iterable[str]]) -> tuple[str, str, str] | None:
+        """Return a tenant, one of its names, and another tenant that has a name for the same adapters."""
+        owners = dict[str, str]()
+        for tenant, each in names.items():
+            for name in each:
+                if owners.setdefault(name, tenant) != tenant:
+                    return tenant, name, owners[name]
+        for name, tenant in owners.items():
+            begins = name.removesuffix("*")
+            for size in range(1, len(begins) + 1):
+                if (other := owners.get(f"{begins[:size]}*", tenant)) != tenant:
+                    return tenant, name, other
+        return None
+
+
+NO_OWNERS = AdapterOwners()
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """One tenant. `weight` is its share of batch slots and blocks while others want them.
 
     `cache_domain` separates its cached blocks from those of others. `shared_domains` are (name, domain) of the domains
-    that the operator opened to it. `models` None allows every model.
+    that the operator opened to it. `models` None allows every model, but for adapters that are another tenant's own:
+    `owners` says whose they are. `adapters` are the names of its own, and a * at the end of one stands for any further
+    characters.
     """
 
     name: str = ""
@@ -54,11 +88,41 @@ class Tenant:
     limits: TenantLimits = TenantLimits()
     cache_domain: bytes = b""
     shared_domains: tuple[tuple[str, bytes], ...] = ()
+    adapters: tuple[str, ...] = ()
+    owners: AdapterOwners = field(default=NO_OWNERS, compare=False, repr=False)
 
     def check_model(self, model: str) -> None:
         """Raise PermissionDenied when the tenant may not use a model."""
         if self.models is not None and model not in self.models:
             raise PermissionDenied(f"tenant {self.name} may not use model {model!r}; ask the operator for it")
+
+    def may_use_adapter(self, name: str) -> bool:
+        """Return whether requests may name an adapter: the tenant's own, one of `models`, or one that is nobody's."""
+        owner = self.owners.share_of(name)
+        if owner is not None and owner.tenant == self.name:
+            return True
+        return name in self.models if self.models is not None else owner is None
+
+    def check_adapter(self, name: str) -> None:
+        """Raise PermissionDenied when the tenant may not use an adapter."""
+        if not self.may_use_adapter(name):
+            raise PermissionDenied(f"tenant {self.name} may not use model {name!r}; ask the operator for it")
+
+    def check_change(self, name: str) -> str:
+        """Return the folder of --lora-dir below which the tenant loads an adapter from; "": anywhere below --lora-dir.
+
+        Raises PermissionDenied for an adapter that it may neither load nor unload.
+        """
+        if self.admin:
+            return ""
+        owner = self.owners.share_of(name)
+        if owner is not None and owner.tenant == self.name:
+            return self.name
+        if not self.adapters:
+            what = "by tenants with `admin = true`, and by those with `adapters` of their own"
+            raise PermissionDenied(f"adapters are loaded {what}; ask the operator")
+        own = ", ".join(self.adapters)
+        raise PermissionDenied(f"tenant {self.name} loads and unloads its own adapters alone: {own}")
 
     def domain(self, shared: str) -> bytes:
         """Return the tenant's own cache domain, or the named shared one. Raises PermissionDenied for any other."""

@@ -4,6 +4,8 @@
 keys = ["sha256:..."]           # several while keys are exchanged
 weight = 2
 requests_per_minute = 600
+adapters = ["acme-*"]           # names of its own adapters
+adapter_bytes = 4_000_000_000   # of these in a worker's memory
 
 [shared.handbook]               # a cache domain for public prompts
 tenants = ["acme", "example"]   # without this line: every tenant
@@ -21,19 +23,20 @@ import hashlib
 import hmac
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from common.contracts.adapters import OWN_NAME_WORDS, AdapterShare, is_own_name
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import MAX_RETENTION_PRIORITY
-from common.contracts.limits import MAX_TENANT_CHARS
+from common.contracts.limits import MAX_OWN_ADAPTER_NAMES, MAX_TENANT_CHARS
 from common.settings.config import expectation, mistake
 from router.tenants.keys import check_hash
-from router.tenants.tenancy import Tenant, TenantLimits
+from router.tenants.tenancy import NO_OWNERS, AdapterOwners, Tenant, TenantLimits
 
 if TYPE_CHECKING:
     from router.tenants.tokens import TokenReader
@@ -42,6 +45,12 @@ if TYPE_CHECKING:
 SERVER_KEY_BYTES: Final = 32
 _Name = Annotated[str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_TENANT_CHARS - 1}}}$")]
 _Count = Annotated[int, Field(ge=1)]
+
+
+def _own_name(text: str) -> str:
+    if not is_own_name(text):
+        raise ValueError(f"{text[:64]!r} cannot name adapters; expected {OWN_NAME_WORDS}")
+    return text
 
 
 class _Strict(BaseModel):
@@ -61,6 +70,8 @@ class TenantEntry(_Strict):
     tokens_per_minute: _Count | None = None
     streams: _Count | None = None
     sequences: _Count | None = None
+    adapters: Annotated[list[Annotated[str, AfterValidator(_own_name)]], Field(max_length=MAX_OWN_ADAPTER_NAMES)] = []
+    adapter_bytes: _Count | None = None
 
 
 class SharedEntry(_Strict):
@@ -95,6 +106,7 @@ class TenantTable:
 
     tenants: Mapping[str, Tenant]
     names_by_hash: Mapping[str, str]
+    owners: AdapterOwners = field(default=NO_OWNERS, compare=False)
     tokens: TokenReader | None = None
     files: tuple[Path, ...] = ()
 
@@ -106,14 +118,17 @@ def read_tenants(path: Path, server_key: bytes) -> TenantTable:
         file = TenantsFile.model_validate(content)
     except ValidationError as error:
         raise InvalidConfig(*(_violation(path, each) for each in error.errors())) from None
-    if wrong := [*_unknown_names(path, file), *_repeated_keys(path, file)]:
+    if wrong := [*_unknown_names(path, file), *_repeated_keys(path, file), *_adapter_problems(path, file)]:
         raise InvalidConfig(*wrong)
-    tenants = {name: _tenant(name, entry, file, server_key) for name, entry in file.tenants.items()}
+    owners = AdapterOwners(
+        AdapterShare(name, tuple(entry.adapters), entry.adapter_bytes or 0) for name, entry in file.tenants.items()
+    )
+    tenants = {name: _tenant(name, entry, file, server_key, owners) for name, entry in file.tenants.items()}
     names = {key: name for name, entry in file.tenants.items() for key in entry.keys}
     if file.jwt is None:
-        return TenantTable(tenants, names)
+        return TenantTable(tenants, names, owners)
     jwks = path.parent / file.jwt.jwks
-    return TenantTable(tenants, names, _token_reader(file.jwt, jwks), (jwks,))
+    return TenantTable(tenants, names, owners, _token_reader(file.jwt, jwks), (jwks,))
 
 
 def read_server_key(path: Path) -> bytes:
@@ -170,7 +185,17 @@ def _repeated_keys(path: Path, file: TenantsFile) -> Iterator[FieldViolation]:
                 yield FieldViolation(f"{path}: tenants.{name}.keys", f"has a key of tenant {owners[key]} too")
 
 
-def _tenant(name: str, entry: TenantEntry, file: TenantsFile, server_key: bytes) -> Tenant:
+def _adapter_problems(path: Path, file: TenantsFile) -> Iterator[FieldViolation]:
+    if (clash := AdapterOwners.find_clash({name: entry.adapters for name, entry in file.tenants.items()})) is not None:
+        tenant, name, other = clash
+        yield FieldViolation(f"{path}: tenants.{tenant}.adapters", f"has {name!r}, which names adapters of {other} too")
+    for name, entry in file.tenants.items():
+        if entry.adapter_bytes is not None and not entry.adapters:
+            what = "bounds the tenant's own adapters, and it has none; add adapters, such as"
+            yield FieldViolation(f"{path}: tenants.{name}.adapter_bytes", f'{what} ["{name}-*"]')
+
+
+def _tenant(name: str, entry: TenantEntry, file: TenantsFile, server_key: bytes, owners: AdapterOwners) -> Tenant:
     open_to = [shared for shared, each in file.shared.items() if each.tenants is None or name in each.tenants]
     return Tenant(
         name=name,
@@ -182,4 +207,6 @@ def _tenant(name: str, entry: TenantEntry, file: TenantsFile, server_key: bytes)
         limits=TenantLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.streams, entry.sequences),
         cache_domain=cache_domain(server_key, "tenant", name),
         shared_domains=tuple([(shared, cache_domain(server_key, "shared", shared)) for shared in open_to]),
+        adapters=tuple(entry.adapters),
+        owners=owners,
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from common.contracts.adapters import NAME_WORDS, AdapterRef, is_adapter_name
+from common.contracts.adapters import NAME_WORDS, AdapterRef, AdapterShare, is_adapter_name
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound, QuireError, Unavailable
 from router.placement.adapters import WorkerAdapter
+from router.tenants.tenancy import Tenant
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
+
+OPERATOR: Final = Tenant(admin=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,15 @@ class AdapterAtWorker:
 class AdapterManager(Protocol):
     """What operators do with adapters at run time."""
 
-    async def load_adapter(self, name: str, path: str) -> list[AdapterAtWorker]: ...
+    async def load_adapter(self, name: str, path: str, by: Tenant = OPERATOR) -> list[AdapterAtWorker]: ...
 
-    async def unload_adapter(self, name: str) -> None: ...
+    async def unload_adapter(self, name: str, by: Tenant = OPERATOR) -> None: ...
 
     def list_adapters(self) -> dict[str, list[AdapterAtWorker]]: ...
+
+    def owner_of(self, name: str) -> AdapterShare:
+        """Return whose own an adapter is, and what its owner may have; of nobody where it is nobody's own."""
+        ...
 
 
 class PoolAdapters:
@@ -40,11 +47,12 @@ class PoolAdapters:
         """`reserved` are the names of the base."""
         self._pool, self._reserved = pool, reserved
 
-    async def load_adapter(self, name: str, path: str) -> list[AdapterAtWorker]:
+    async def load_adapter(self, name: str, path: str, by: Tenant = OPERATOR) -> list[AdapterAtWorker]:
         """Have every worker load the adapter in a folder, and call it so from now on; return what each has then.
 
         A name that is in use gets the new content. Raises InvalidRequest for a name that no adapter may have,
-        Unavailable without a worker, and the first worker's reason where none could load it.
+        PermissionDenied for one that the tenant may not change, Unavailable without a worker, and the first worker's
+        reason where none could load it.
         """
         if not is_adapter_name(name):
             raise InvalidRequest(FieldViolation("lora_name", f"is {name[:64]!r}; expected {NAME_WORDS}"))
@@ -52,20 +60,29 @@ class PoolAdapters:
             raise InvalidRequest(FieldViolation("lora_name", f"is {name!r}, which is the base; choose another name"))
         if not path:
             raise InvalidRequest(FieldViolation("lora_path", "is empty; expected a folder below --lora-dir"))
-        failed = await self._tell(lambda client: client.load_adapter(AdapterRef(name, ""), path))
+        folder, share = by.check_change(name), self._pool.adapter_share(name, by.name)
+        failed = await self._tell(lambda client: client.load_adapter(AdapterRef(name, ""), path, share, folder))
         found = self.list_adapters().get(name, [])
         loaded = [each for each in found if each.worker_id not in failed]
         if not loaded and failed:
             raise next(iter(failed.values()))
         return loaded + [AdapterAtWorker(worker, error=str(error)) for worker, error in failed.items()]
 
-    async def unload_adapter(self, name: str) -> None:
-        """Have every worker forget an adapter. Raises NotFound where none knows it, Unavailable without a worker."""
+    async def unload_adapter(self, name: str, by: Tenant = OPERATOR) -> None:
+        """Have every worker forget an adapter.
+
+        Raises PermissionDenied for one that the tenant may not change, NotFound where no worker knows it, and
+        Unavailable without a worker.
+        """
+        by.check_change(name)
         if name not in self.list_adapters():
             raise NotFound(f"adapter {name[:64]!r} is not loaded at any worker")
         failed = await self._tell(lambda client: client.unload_adapter(name))
         if error := next((each for each in failed.values() if not isinstance(each, NotFound)), None):
             raise error
+
+    def owner_of(self, name: str) -> AdapterShare:
+        return self._pool.adapter_share(name, "")
 
     def list_adapters(self) -> dict[str, list[AdapterAtWorker]]:
         """Return what each worker knows, by name."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from common.contracts.adapters import AdapterRef
+from common.contracts.adapters import AdapterRef, AdapterShare
 from common.contracts.clock import Clock, until_tick
 from common.contracts.errors import IdentityMismatch, ModelNotFound, QuireError, Unavailable
 from common.contracts.limits import MAX_ADAPTER_NAME_CHARS, MAX_LOGGED_REASONS
@@ -184,6 +184,10 @@ class WorkerPool:
     def find_adapter(self, name: str) -> AdapterRef | None:
         """Return the adapter that a model name stands for; None where no worker knows one of this name."""
         return self._adapter_names.find(name, [model.adapters for model in self.models()])
+
+    def adapter_share(self, name: str, tenant: str) -> AdapterShare:
+        """Return for whom a load of an adapter is: its owner, or the tenant whose request waits for it."""
+        return self._adapter_names.share_of(name, tenant)
 
     def adapter_names(self) -> list[str]:
         """Return the names of all adapters that requests may be for."""

@@ -14,6 +14,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from common.addresses.host_port import joined_address
+from common.contracts.adapters import AdapterShare
 from common.process.metrics import MetricsServer
 from common.rpc.server import RpcServer
 from common.rpc.tls import Identity
@@ -114,7 +115,7 @@ class _OperatorServicer:
 
     async def load_adapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         found = await self._adapters.load_adapter(request.name, request.path)
-        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(request.name, found))
+        return pb.LoadAdapterResponse(adapter=self._adapter(request.name, found))
 
     async def unload_adapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         await self._adapters.unload_adapter(request.name)
@@ -122,7 +123,10 @@ class _OperatorServicer:
 
     async def list_adapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         found = self._adapters.list_adapters()
-        return pb.ListAdaptersResponse(adapters=[_adapter_to_proto(name, each) for name, each in found.items()])
+        return pb.ListAdaptersResponse(adapters=[self._adapter(name, each) for name, each in found.items()])
+
+    def _adapter(self, name: str, workers: Sequence[AdapterAtWorker]) -> pb.LoadedAdapter:
+        return _adapter_to_proto(name, workers, self._adapters.owner_of(name))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests of this process alone when a sibling asks, else of all routers on these ports."""
@@ -131,7 +135,7 @@ class _OperatorServicer:
         return await self._routers.abort(request)
 
 
-def _adapter_to_proto(name: str, workers: Sequence[AdapterAtWorker]) -> pb.LoadedAdapter:
+def _adapter_to_proto(name: str, workers: Sequence[AdapterAtWorker], owner: AdapterShare) -> pb.LoadedAdapter:
     found = [
         pb.AdapterAtWorker(
             worker_id=each.worker_id,
@@ -143,7 +147,7 @@ def _adapter_to_proto(name: str, workers: Sequence[AdapterAtWorker]) -> pb.Loade
         )
         for each in workers
     ]
-    return pb.LoadedAdapter(name=name, workers=found)
+    return pb.LoadedAdapter(name=name, workers=found, tenant=owner.tenant, tenant_max_bytes=owner.max_bytes)
 
 
 def _add_operators(servicer: _OperatorServicer, server: aio.Server) -> None:

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
-from common.contracts.errors import PermissionDenied
 from common.contracts.limits import MAX_ADAPTER_NAME_CHARS, MAX_ADAPTER_PATH_CHARS
 from router.api.openai import schema
-from router.workers.adapters import AdapterManager
+from router.tenants.tenancy import Tenant
+from router.workers.adapters import OPERATOR, AdapterManager
 
 
 class LoadAdapterRequest(BaseModel):
@@ -30,27 +30,25 @@ class UnloadAdapterRequest(BaseModel):
 
 
 def adapter_routes(manager: AdapterManager, asks_for_keys: bool) -> APIRouter:
-    """Return the two routes. Where callers have keys, they are for tenants of operators alone."""
+    """Return the two routes. Where callers have keys, tenants change what is their own, and those of operators all."""
     router = APIRouter()
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}
     answers = schema.answers(LoadAdapterRequest) | {200: {"content": {"text/plain": {}}, "description": "Done."}}
 
-    def check_caller(request: Request) -> None:
-        if asks_for_keys and not request.state.caller.tenant.admin:
-            raise PermissionDenied("adapters are loaded by tenants with `admin = true` alone; ask the operator")
+    def caller(request: Request) -> Tenant:
+        tenant: Tenant = request.state.caller.tenant
+        return tenant if asks_for_keys else OPERATOR
 
     async def load(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
         """Load a LoRA adapter at every worker, from a folder below their --lora-dir. Streams go on meanwhile."""
-        check_caller(request)
-        found = await manager.load_adapter(body.lora_name, body.lora_path)
+        found = await manager.load_adapter(body.lora_name, body.lora_path, caller(request))
         loaded = [each.worker_id for each in found if not each.error]
         failed = "".join(f"; {each.worker_id}: {each.error}" for each in found if each.error)
         return PlainTextResponse(f"adapter {body.lora_name!r} is loaded on {', '.join(loaded)}{failed}")
 
     async def unload(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
         """Let every worker forget a LoRA adapter. Requests that run on it end as usual."""
-        check_caller(request)
-        await manager.unload_adapter(body.lora_name)
+        await manager.unload_adapter(body.lora_name, caller(request))
         return PlainTextResponse(f"adapter {body.lora_name!r} is unloaded")
 
     router.add_api_route("/v1/load_lora_adapter", load, responses=answers, **post)

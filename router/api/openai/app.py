@@ -299,13 +299,15 @@ class _Api:
 
     async def models(self, request: Request) -> Json:
         """List the served models: the base under each of its names, then its adapters that the caller may use."""
-        allowed = request.state.caller.tenant.models
-        adapters = [name for name in self._parts.adapters.adapter_names() if allowed is None or name in allowed]
+        may_use = request.state.caller.tenant.may_use_adapter
+        adapters = [name for name in self._parts.adapters.adapter_names() if may_use(name)]
         return {"object": "list", "data": [self._model(name) for name in (*self._parts.card.names, *adapters)]}
 
-    async def model(self, name: str) -> Json:
-        """Describe one model."""
+    async def model(self, name: str, request: Request) -> Json:
+        """Describe one model that the caller may use."""
         self._service.check_model(name)
+        if self._parts.adapters.find_adapter(name) is not None:
+            request.state.caller.tenant.check_adapter(name)
         return self._model(name)
 
     async def health(self) -> Response:

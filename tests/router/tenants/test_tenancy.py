@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.contracts.adapters import AdapterShare
 from common.contracts.errors import Overloaded, PermissionDenied
-from router.tenants.tenancy import Caller, Charge, Tenant, TenantLimits, TenantQuotas, peer_caller
+from router.tenants.tenancy import AdapterOwners, Caller, Charge, Tenant, TenantLimits, TenantQuotas, peer_caller
 
 
 def over(quotas: TenantQuotas, tenant: Tenant, tokens: int, sequences: int, now: float) -> tuple[str, float]:
@@ -13,6 +14,48 @@ def over(quotas: TenantQuotas, tenant: Tenant, tokens: int, sequences: int, now:
     with pytest.raises(Overloaded) as caught:
         quotas.enter(tenant, tokens, sequences, now)
     return caught.value.violation.subject, caught.value.retry_after_s
+
+
+RED, BLUE = AdapterShare("red", ("red-*", "sql"), 100), AdapterShare("blue", ("blue-*", "r"))
+OWNERS = AdapterOwners([RED, BLUE])
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [("red-1", RED), ("red-", RED), ("red", None), ("sql", RED), ("sql2", None), ("blue-x", BLUE), ("r", BLUE)],
+)
+def test_the_owner_of_an_adapter_follows_from_its_name(name: str, owner: AdapterShare | None) -> None:
+    assert OWNERS.share_of(name) is owner
+
+
+@pytest.mark.parametrize(
+    ("tenant", "models", "may"),
+    [
+        ("red", None, "red-1 free"),
+        ("red", {"demo"}, "red-1"),
+        ("green", None, "free"),
+        ("green", {"demo", "red-1"}, "red-1"),
+        ("blue", {"free"}, "blue-1 free"),
+    ],
+)
+def test_an_adapter_of_its_own_is_the_tenants_and_of_those_whose_models_name_it(
+    tenant: str, models: set[str] | None, may: str
+) -> None:
+    found = Tenant(tenant, models=None if models is None else frozenset(models), owners=OWNERS)
+    assert [name for name in ("red-1", "blue-1", "free") if found.may_use_adapter(name)] == may.split()
+    with pytest.raises(PermissionDenied, match=f"^tenant {tenant} may not use model 'red-2'; ask the operator for it$"):
+        Tenant(tenant, models=frozenset()).check_adapter("red-2")
+
+
+def test_only_owners_and_operators_change_an_adapter() -> None:
+    red = Tenant("red", adapters=RED.names, owners=OWNERS)
+    assert red.check_change("red-1") == "red"
+    assert Tenant("green", admin=True, owners=OWNERS).check_change("red-1") == ""
+    for name in ("free", "blue-1"):
+        with pytest.raises(
+            PermissionDenied, match=r"^tenant red loads and unloads its own adapters alone: red-\*, sql$"
+        ):
+            red.check_change(name)
 
 
 def test_a_tenant_uses_the_models_that_it_may() -> None:

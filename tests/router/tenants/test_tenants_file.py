@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.contracts.adapters import AdapterShare
 from common.contracts.errors import InvalidConfig, PermissionDenied
 from router.tenants.keys import hash_of
 from router.tenants.tenancy import Tenant, TenantLimits
@@ -47,11 +48,15 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         tokens_per_minute = 6000
         streams = 4
         sequences = 8
+        adapters = ["acme-*", "sql"]
+        adapter_bytes = 1000
         """,
     )
     acme = table.tenants["acme"]
     assert (acme.weight, acme.max_priority, acme.models, acme.admin) == (2.5, 10, frozenset({"demo"}), True)
     assert acme.limits == TenantLimits(60, 6000, 4, 8)
+    assert acme.adapters == ("acme-*", "sql")
+    assert table.owners.share_of("sql") == AdapterShare("acme", ("acme-*", "sql"), 1000)
     acme.check_model("demo")
     with pytest.raises(PermissionDenied, match="tenant acme may not use model 'other'"):
         acme.check_model("other")
@@ -97,6 +102,26 @@ def test_a_key_of_two_tenants_and_an_unknown_name_are_mistakes(tmp_path: Path) -
         "tenants.b.keys": "has a key of tenant a too",
         "shared.open.tenants": "names 'c'; no such tenant is here",
     }
+
+
+def test_names_of_adapters_belong_to_one_tenant_and_bytes_need_names(tmp_path: Path) -> None:
+    def owned(*names: str) -> str:
+        return "".join(f"[tenants.t{at}]\nadapters = [{name}]\n" for at, name in enumerate(names))
+
+    clash = {"tenants.t1.adapters": "has 'b-1', which names adapters of t0 too"}
+    assert violations(tmp_path, owned('"a", "b-*"', '"b-1"')) == clash
+    both = {"tenants.t1.adapters": "has 'a', which names adapters of t0 too"}
+    assert violations(tmp_path, owned('"a"', '"a"')) == both
+    found = violations(tmp_path, owned('"a-*"', '"a-b*"'))
+    assert found == {"tenants.t1.adapters": "has 'a-b*', which names adapters of t0 too"}
+    assert read(tmp_path, owned('"a-*", "a-b*"', '"a", "b*"')).owners.share_of("bb") is not None
+    found = violations(tmp_path, "[tenants.a]\nadapter_bytes = 5\n")
+    assert found == {
+        "tenants.a.adapter_bytes": 'bounds the tenant\'s own adapters, and it has none; add adapters, such as ["a-*"]'
+    }
+    found = violations(tmp_path, owned('"*"', '"../x"', ", ".join(f'"n{at}"' for at in range(65))))
+    assert set(found) == {"tenants.t0.adapters.0", "tenants.t1.adapters.0", "tenants.t2.adapters"}
+    assert "expected 1 to 128 letters, digits, dots" in found["tenants.t0.adapters.0"]
 
 
 @pytest.mark.parametrize("text", ["", "[tenants]\n", "[tenants.'a b']\n", "[tenants", "\xff"])

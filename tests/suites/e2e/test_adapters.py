@@ -20,6 +20,7 @@ from quire.types.v1 import types_pb2
 from tests.support.adapters import adapter, digits_of, tokens_of
 from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite, running_suite
+from tests.support.tenants import tenant_suite
 from tests.support.waiting import until
 from tests.support.why import quire_adapters, quire_why
 
@@ -258,3 +259,47 @@ async def test_streams_that_keep_coming_for_what_is_in_memory_hold_off_no_other_
         await asyncio.gather(*others)
     assert {tuple(each[:COUNT]) for each in answers} == {tuple(tokens_of(KIND, each, PROMPT, COUNT)) for each in (0, 1)}
     assert (await unload(adapted, "third")).status_code == 200
+
+
+async def test_a_tenants_own_adapters_are_its_own_from_load_to_unload(tmp_path: Path) -> None:
+    """Red loads its adapter from its own folder, within its bytes; blue neither sees, uses nor unloads it."""
+    root = tmp_path / "adapters"
+    for name, variant in (("sql", 0), ("large", 6)):
+        shutil.copytree(adapter(KIND, variant), root / "red" / name)
+    shutil.copytree(adapter(KIND, 0), root / "elsewhere")
+    most = (root / "red" / "large" / "adapter_model.safetensors").stat().st_size // 2
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "--lora-dir", str(root))
+    options = StackOptions(model=checkpoint(KIND), workers=1, worker_flags=flags)
+    tenants = {"red": f'adapters = ["red-*"]\nadapter_bytes = {most}', "blue": ""}
+    async with tenant_suite(tmp_path, tenants, options) as found:
+
+        async def ask(tenant: str, path: str, **body: Any) -> tuple[int, str]:
+            headers = {"authorization": f"Bearer {found.keys[tenant]}"}
+            async with httpx.AsyncClient(timeout=60, headers=headers, base_url=found.suite.stack.http_url) as client:
+                answer = await (client.post(path, json=body) if body else client.get(path))
+            return answer.status_code, answer.text
+
+        async def load(tenant: str, name: str, path: str) -> tuple[int, str]:
+            return await ask(tenant, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+
+        assert (await load("red", "red-sql", "red/sql"))[0] == 200
+        for tenant, name, path, words in (
+            ("red", "red-2", "elsewhere", "from below the folder red of --lora-dir alone"),
+            ("red", "red-2", "red/large", f"all of tenant red may take {most} (adapter_bytes)"),
+            ("red", "other", "red/sql", "tenant red loads and unloads its own adapters alone: red-*"),
+            ("blue", "red-sql", "red/sql", "by those with `adapters` of their own"),
+        ):
+            status, text = await load(tenant, name, path)
+            assert (status, words in text) == (403, True), text
+        wanted = {"model": "red-sql", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+        assert (await ask("red", "/v1/completions", **wanted))[0] == 200
+        status, text = await ask("blue", "/v1/completions", **wanted)
+        assert (status, "tenant blue may not use model 'red-sql'" in text) == (403, True), text
+        assert "red-sql" in (await ask("red", "/v1/models"))[1]
+        assert "red-sql" not in (await ask("blue", "/v1/models"))[1]
+        assert (await ask("blue", "/v1/models/red-sql"))[0] == 403
+        assert (await ask("blue", "/v1/unload_lora_adapter", lora_name="red-sql"))[0] == 403
+        _, out, _ = await quire_adapters(found.suite)
+        assert "red-sql, of tenant red" in out.splitlines()
+        assert f"at most {most >> 10}" in out.splitlines()[-1]
+        assert (await ask("red", "/v1/unload_lora_adapter", lora_name="red-sql"))[0] == 200

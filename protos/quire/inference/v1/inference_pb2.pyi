@@ -157,7 +157,13 @@ class LoadedAdapter(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_MAX_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    tenant: _builtins.str
+    """Whose own it is; empty: nobody's, and every tenant may use it whose models allow it."""
+    tenant_max_bytes: _builtins.int
+    """What all of that tenant's own may take in the memory of one worker; 0: nothing bounds it."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterAtWorker]: ...
     def __init__(
@@ -165,10 +171,12 @@ class LoadedAdapter(_message.Message):
         *,
         name: _builtins.str = ...,
         workers: _abc.Iterable[Global___AdapterAtWorker] | None = ...,
+        tenant: _builtins.str = ...,
+        tenant_max_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant", "tenant_max_bytes", b"tenant_max_bytes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
