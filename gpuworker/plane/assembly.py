@@ -370,9 +370,6 @@ def allow_adapters(settings: GpuWorkerSettings, model: TransformersModel | Llama
     if not settings.most_loras:
         return 0
     flag = "--lora" if settings.lora else "--lora-dir"
-    if isinstance(model, LlamaGpuModel):
-        what = "adapts a model that runs on the native path of a GPU, which takes no adapters"
-        raise InvalidConfig(FieldViolation(flag, f"{what}; use --model-impl transformers"))
     if not model.adapter_targets:
         raise InvalidConfig(FieldViolation(flag, "adapts linears, and this model has none that can be; leave it out"))
     model.allow_adapters(settings.max_lora_rank)
@@ -382,7 +379,7 @@ def allow_adapters(settings: GpuWorkerSettings, model: TransformersModel | Llama
 
 def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel) -> AdapterStore | None:
     """Return the worker's adapters, those of the options read. Raises InvalidConfig with all that are unfit."""
-    if not settings.most_loras or isinstance(model, LlamaGpuModel):
+    if not settings.most_loras:
         return None
     targets, base = model.adapter_targets, served_name(Path(settings.model))
 

@@ -25,7 +25,7 @@ from gpuworker.attention.step_inputs import StagedStep
 from gpuworker.memory.devices import free_bytes
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher, use_adapters
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.truncation import invert
 
@@ -326,6 +326,7 @@ class GraphLauncher:
         size = self.size_of(step)
         if size is None:
             return self._beneath.launch(step)
+        use_adapters(self._parts.model, None)
         count, sampling, inputs = len(step.staged.batch_index), step.sampling, self._parts.inputs
         temperature = None if sampling.plain else sampling.temperatures
         uniform = None if temperature is None else _spread(step.point.uniform, temperature)
@@ -340,7 +341,12 @@ class GraphLauncher:
         return sampled
 
     def size_of(self, step: LaidOutStep) -> int | None:
-        """Return the size of the graph that a step runs as; None for one that must be launched kernel by kernel."""
+        """Return the size of the graph that a step runs as; None for one that must be launched kernel by kernel.
+
+        Graphs are those of the base: what adapters add depends on which rows have which.
+        """
+        if step.adapters is not None:
+            return None
         staged = step.staged
         rows = len(staged.batch_index)
         decodes = len(staged.rows.positions) == rows and bool(staged.samples.all())

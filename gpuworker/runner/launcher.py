@@ -60,7 +60,7 @@ class EagerLauncher:
         self._attention.begin(inputs.metadata)
         if self._model.states is not None:
             self._model.states.begin(inputs.metadata, step.staged.batch_index)
-        _use_adapters(self._model, step.adapters)
+        use_adapters(self._model, step.adapters)
         token_ids = self._tokens.take(inputs.take)
         logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
         sampled = step.sampling.sample(logits[: len(inputs.put)], step.point, self._tokens.tensor)
@@ -83,13 +83,13 @@ class PoolingLauncher:
         self._attention.begin(inputs.metadata)
         if self._model.states is not None:
             self._model.states.begin(inputs.metadata, step.staged.batch_index)
-        _use_adapters(self._model, step.adapters)
+        use_adapters(self._model, step.adapters)
         token_ids = self._tokens.take(inputs.take)
         hidden = self._model.hidden_states(token_ids, inputs.positions, inputs.keep, self._attention)
         return SampledTokens(token_ids[:0], pooled=step.pooling.pool(hidden))
 
 
-def _use_adapters(model: StepModel, adapters: StepAdapters | None) -> None:
+def use_adapters(model: object, adapters: StepAdapters | None) -> None:
     """Let the next forward of a model add the products of these adapters; a model that has none takes None alone."""
     if adapters is not None or getattr(model, "adapters", None) is not None:
         cast("AdaptedModel", model).adapters = adapters

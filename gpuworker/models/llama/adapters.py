@@ -1,4 +1,4 @@
-"""LoRA adapters as the native library reads them: which linears they change, and the memory of their factors."""
+"""LoRA adapters as the native library and the kernels of GPUs read them: the linears they change, and their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from gpuworker.attention.interface import Int32Array
+from gpuworker.attention.step_inputs import to_device
 from gpuworker.checkpoints.lora import LoraAdapter, LowRank
+from gpuworker.kernels.torch_adapters import NUM_PARTS, ROW_TILE, AdapterRows, DeviceAdapter, LowRankPart
 from gpuworker.models.adapters import StepAdapters
 from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import layer_tensors
@@ -94,3 +96,49 @@ def pointers_of(step: StepAdapters) -> tuple[Any, Int32Array]:
         *(ctypes.cast(each, ctypes.POINTER(LoraLayerStruct)) for each in layers)
     )
     return array, np.ascontiguousarray(step.of_token, dtype=np.int32)
+
+
+# On a GPU each layer has four products, in this order.
+PRODUCTS: Final = ("qkv", "output", "gate_up", "down")
+
+
+def device_adapter(spec: LlamaSpec, adapter: LoraAdapter, dtype: torch.dtype, device: torch.device) -> DeviceAdapter:
+    """Return an adapter for the kernels of a GPU, in one piece of memory there and in the type of the model."""
+    places = native_places(spec)
+    sizes = [_padded(part.a.numel()) + _padded(part.b.numel()) for part in adapter.parts.values()]
+    memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+    products: list[list[LowRankPart | None]] = [[None] * NUM_PARTS for _ in range(spec.num_layers * len(PRODUCTS))]
+    at = 0
+
+    def copied(values: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        into = memory[at : at + values.numel()].view(values.shape)
+        at += _padded(values.numel())
+        return into.copy_(values)
+
+    for name, part in adapter.parts.items():
+        place = places[name]
+        number = place.layer * len(PRODUCTS) + PRODUCTS.index(place.role)
+        products[number][place.place] = LowRankPart(copied(part.a), copied(part.b))
+    return DeviceAdapter.of(adapter.rank, products, device)
+
+
+def adapter_rows(step: StepAdapters, device: torch.device) -> AdapterRows:
+    """Return the rows of a step gathered by adapter, on the device; nothing waits for it."""
+    adapters = tuple(each for each in step.adapters if isinstance(each, DeviceAdapter))
+    of_row = step.of_token
+    rows = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row < 0) :].astype(np.int32)
+    counts = np.bincount(of_row[of_row >= 0], minlength=len(adapters))
+    firsts = np.cumsum(counts) - counts
+    tiles = [
+        (number, firsts[number] + start, min(ROW_TILE, count - start))
+        for number, count in enumerate(counts)
+        for start in range(0, count, ROW_TILE)
+    ]
+    tables = np.array([each.addresses.data_ptr() for each in adapters], dtype=np.int64)
+    ranks = np.array([each.rank for each in adapters], dtype=np.int32)
+    # The addresses are first, so that they are aligned as what they are.
+    arrays = [tables.view(np.int32), rows, np.array(tiles, dtype=np.int32).reshape(-1, 3), ranks]
+    on_device = to_device(arrays, device)
+    counted = tuple(int(count) for count in counts)
+    return AdapterRows(on_device[1], on_device[2], on_device[0].view(torch.int64), on_device[3], adapters, counted)

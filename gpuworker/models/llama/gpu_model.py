@@ -2,29 +2,48 @@
 
 A layer is four products and five kernels. They are: norm with the residual added; qkv to queries, and keys and values
 in the cache; attention; norm again; gated SiLU. A layer with experts has `triton_experts` in place of its last two
-products. After the attention of the last layer, only sampled tokens go on. On a device without Triton, and over an
-attention that does not fuse, the same operations run in plain torch. The tests compare both with transformers.
+products. After the attention of the last layer, only sampled tokens go on. LoRA adapters add their low-rank products to
+the outputs of a layer's linears (`triton_adapters`); a step that has some is launched kernel by kernel. On a device
+without Triton, and over an attention that does not fuse, the same operations run in plain torch. The tests compare both
+with transformers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding, linear
 
 from gpuworker.attention.interface import LayerAttention, LayerSink
-from gpuworker.kernels import torch_elementwise, torch_experts
+from gpuworker.checkpoints.lora import LoraAdapter, LowRank, Targets
+from gpuworker.kernels import torch_adapters, torch_elementwise, torch_experts
 from gpuworker.kernels.rope import Rope
+from gpuworker.kernels.torch_adapters import AdapterRows, DeviceAdapter
 from gpuworker.kernels.torch_experts import Experts
+from gpuworker.models.adapters import StepAdapters
+from gpuworker.models.llama.adapters import PRODUCTS, adapter_rows, device_adapter, native_places
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
+from gpuworker.models.llama.weights import FusedLinear, layer_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+_log = logging.getLogger(__name__)
+_TRIED_ROWS: Final = 40
+# By how much the kernels for adapters may differ from torch, as a part of what adapters add.
+_MOST_ERROR: Final = 3e-2
+_MOST_ERROR_OF_FLOATS: Final = 1e-4
+Adapt = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns a product with what adapters add to it, by its name of PRODUCTS, its inputs and its outputs."""
 
 
 class Elementwise(Protocol):
@@ -45,12 +64,21 @@ class ExpertProducts(Protocol):
     def mix_experts(self, x: torch.Tensor, experts: Experts) -> torch.Tensor: ...
 
 
+class AdapterProducts(Protocol):
+    """The module `torch_adapters`, which documents the function, or `triton_adapters` with the same name."""
+
+    def add_low_rank(
+        self, out: torch.Tensor, x: torch.Tensor, product: int, sizes: Sequence[int], rows: AdapterRows
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What runs between the matrix products of a layer, and the products by expert."""
+    """What runs between the matrix products of a layer, and the products by expert and by adapter."""
 
     elementwise: Elementwise = torch_elementwise
     experts: ExpertProducts = torch_experts
+    adapters: AdapterProducts = torch_adapters
 
 
 @runtime_checkable
@@ -91,7 +119,10 @@ class LlamaGpuModel:
         table = rope_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
         self._table = table.to(self.device).flatten(1)
         kernels = kernels or kernels_on(self.device)
-        self._fused, self._experts = kernels.elementwise, kernels.experts
+        self._fused, self._experts, self._low_rank = kernels.elementwise, kernels.experts, kernels.adapters
+        self._sizes = [[each.sizes for each in _adapted(spec, layer)] for layer in range(spec.num_layers)]
+        self.adapters: StepAdapters | None = None
+        """Those of the next forward."""
         self._attention = _attention_of(spec)
 
     @property
@@ -109,7 +140,56 @@ class LlamaGpuModel:
         part.spec = self.spec.only(layers)
         part.weights = replace(self.weights, layers=tuple(self.weights.layers[layer] for layer in layers))
         part._attention = _attention_of(part.spec)
+        part._sizes = [self._sizes[layer] for layer in layers]
         return part
+
+    @property
+    def adapter_targets(self) -> Targets:
+        """Return the linears that adapters may change, by their names in a checkpoint."""
+        return {name: (place.outputs, place.inputs) for name, place in native_places(self.spec).items()}
+
+    def allow_adapters(self, max_rank: int) -> None:
+        """Keep the kernels for adapters of up to this rank where they compute what torch does, else torch itself."""
+        if self._low_rank is torch_adapters:
+            return
+        try:
+            error = self._adapters_error(max_rank)
+        except (RuntimeError, TypeError, ValueError) as failed:  # what a compiler and a driver raise
+            self._low_rank, why = torch_adapters, repr(failed)
+        else:
+            most = _MOST_ERROR if self.dtype.itemsize == 2 else _MOST_ERROR_OF_FLOATS
+            if error < most:
+                return
+            self._low_rank, why = torch_adapters, f"they are off by {error:.2g} of what adapters add; at most {most:g}"
+        _log.warning("adapters run in plain torch, because their kernels fail their test: %s", why)
+
+    def _adapters_error(self, max_rank: int) -> float:
+        """Return by how much the kernels differ from torch, for two adapters on the products of the first layer."""
+        draw, worst = torch.Generator().manual_seed(0), 0.0
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw) * float(shape[-1]) ** -0.5
+
+        def adapter(rank: int) -> DeviceAdapter:
+            targets = ((name, self.adapter_targets[name]) for each in linears for name in each.parts)
+            parts = {name: LowRank(drawn(rank, inputs), drawn(outputs, rank)) for name, (outputs, inputs) in targets}
+            return self.prepare_adapter(LoraAdapter("", rank, parts))
+
+        linears = _adapted(self.spec, 0)
+        of_row = np.arange(_TRIED_ROWS, dtype=np.int32) % 3 - 1
+        rows = adapter_rows(StepAdapters((adapter(max_rank), adapter(1)), of_row), self.device)
+        for number, each in enumerate(linears):
+            x = drawn(_TRIED_ROWS, each.inputs).to(self.device, self.dtype)
+            outs = [x.new_zeros((_TRIED_ROWS, sum(each.sizes))) for _ in "ab"]
+            for out, products in zip(outs, (self._low_rank, torch_adapters), strict=True):
+                products.add_low_rank(out, x, number, each.sizes, rows)
+            ours, theirs = (out.double() for out in outs)
+            worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+        return worst
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> DeviceAdapter:
+        """Return an adapter on the device; any thread may call it beside a step."""
+        return device_adapter(self.spec, adapter, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -150,26 +230,42 @@ class LlamaGpuModel:
         """Return what the head takes, [S, hidden_size]."""
         weights, eps = self.weights, self.spec.norm_eps
         residual = embedding(token_ids, weights.embedding)
+        rows = None if self.adapters is None else adapter_rows(self.adapters, self.device)
         hidden = self._fused.rms_norm(residual, weights.layers[0].attention_norm, eps)
         after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
-        for layer, attention, next_norm in zip(weights.layers, self._attention, after, strict=True):
-            attended = self._attend(layer, attention, hidden, positions, sink).flatten(1)
-            if next_norm is weights.norm and keep is not None:
+        for number, (layer, attention, next_norm) in enumerate(
+            zip(weights.layers, self._attention, after, strict=True)
+        ):
+            adapt = partial(self._adapt, rows, number)
+            attended = self._attend(layer, attention, hidden, positions, sink, adapt).flatten(1)
+            if next_norm is weights.norm and keep is not None and rows is None:
                 attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
-            hidden = linear(attended, layer.out, layer.out_bias)
+            hidden = adapt("output", attended, linear(attended, layer.out, layer.out_bias))
             hidden = self._fused.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
-            hidden = self._fused.add_rms_norm(self._mlp(layer, hidden), residual, next_norm, eps)
-        return hidden
+            hidden = self._fused.add_rms_norm(self._mlp(layer, hidden, adapt), residual, next_norm, eps)
+        # Which rows have which adapter is known for all of them: they are left out behind the last layer.
+        return hidden if rows is None or keep is None else hidden.index_select(0, keep)
 
-    def _mlp(self, layer: GpuLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def _adapt(
+        self, rows: AdapterRows | None, layer: int, role: str, x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the product of a layer with what the step's adapters add to it."""
+        if rows is not None:
+            place = PRODUCTS.index(role)
+            sizes = self._sizes[layer][place]
+            self._low_rank.add_low_rank(out, x, layer * len(PRODUCTS) + place, sizes, rows)
+        return out
+
+    def _mlp(self, layer: GpuLayer, hidden: torch.Tensor, adapt: Adapt) -> torch.Tensor:
         """Return the output of a layer's MLP, or of its experts, [T, hidden]."""
         if layer.router is not None:
             options = self.spec.experts
             assert options is not None
             held = Experts(layer.router, layer.gate_up, layer.down, options.top_k, options.normalised)
             return self._experts.mix_experts(hidden, held)
-        inner = self._fused.silu_and_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-        return linear(inner, layer.down, layer.down_bias)
+        gate_up = adapt("gate_up", hidden, linear(hidden, layer.gate_up, layer.gate_up_bias))
+        inner = self._fused.silu_and_mul(gate_up)
+        return adapt("down", inner, linear(inner, layer.down, layer.down_bias))
 
     def _attend(
         self,
@@ -178,9 +274,10 @@ class LlamaGpuModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         sink: LayerSink,
+        adapt: Adapt,
     ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
-        qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+        qkv = adapt("qkv", hidden, linear(hidden, layer.qkv, layer.qkv_bias))
         norms = (layer.query_norm, layer.key_norm)
         if self.spec.joint_norm:
             self._norm_jointly(layer, qkv)
@@ -206,6 +303,12 @@ class LlamaGpuModel:
             heads.copy_(self._fused.rms_norm(heads, weight, self.spec.norm_eps))
 
 
+def _adapted(spec: LlamaSpec, layer: int) -> list[FusedLinear]:
+    """Return the products of a layer that adapters may change, in the order of PRODUCTS; experts are not among them."""
+    tensors = layer_tensors(spec, layer)
+    return [tensors.qkv, tensors.output, *(() if tensors.router else (tensors.gate_up, tensors.down))]
+
+
 def _attention_of(spec: LlamaSpec) -> list[LayerAttention]:
     return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
 
@@ -214,6 +317,6 @@ def kernels_on(device: torch.device) -> Kernels:
     """Return the fused kernels of a device, plain torch where Triton has none."""
     if device.type != "cuda":
         return Kernels()
-    from gpuworker.kernels import triton_elementwise, triton_experts
+    from gpuworker.kernels import triton_adapters, triton_elementwise, triton_experts
 
-    return Kernels(triton_elementwise, triton_experts)
+    return Kernels(triton_elementwise, triton_experts, triton_adapters)

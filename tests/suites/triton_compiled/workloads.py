@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from bench.gpu_states import STEPS, DeltaRule, StateSpace, Step
@@ -14,11 +15,15 @@ from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip
+from gpuworker.kernels.torch_adapters import DeviceAdapter, LowRankPart
 from gpuworker.kernels.torch_experts import Experts
+from gpuworker.kernels.triton_adapters import add_low_rank
 from gpuworker.kernels.triton_elementwise import add_rms_norm, rms_norm, silu_and_mul
 from gpuworker.kernels.triton_experts import mix_experts
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.adapters import StepAdapters
+from gpuworker.models.llama.adapters import adapter_rows
 from tests.suites.triton_compiled.compiling import CHIPS, Compiled, compile_launches
 from tests.support.gpuworker.attention_reference import CPU, Case, random_step
 
@@ -115,6 +120,30 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The low-rank products of two adapters beside a linear, for rows of both."""
+
+    tokens: int
+    rank: int
+    inputs: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        parts = [
+            LowRankPart(
+                torch.zeros((self.rank, self.inputs), dtype=self.dtype),
+                torch.zeros((size, self.rank), dtype=self.dtype),
+            )
+            for size in self.sizes
+        ]
+        adapters = tuple(DeviceAdapter.of(self.rank, [parts], CPU) for _ in range(2))
+        rows = adapter_rows(StepAdapters(adapters, np.arange(self.tokens, dtype=np.int32) % 2), CPU)
+        x, out = (torch.zeros((self.tokens, width), dtype=self.dtype) for width in (self.inputs, sum(self.sizes)))
+        return lambda: add_low_rank(out, x, 0, self.sizes, rows)
+
+
+@dataclass(frozen=True)
 class StateStep:
     """The step of the states of a mixer, for two rows."""
 
@@ -157,6 +186,9 @@ WORKLOADS: dict[str, Workload] = {
     "qwen3 30b a3b, decodes": ExpertLayer(256, 128, 8, 2048, 768),
     "qwen3 30b a3b, float16": ExpertLayer(1024, 128, 8, 2048, 768, torch.float16),
     "experts in float32": ExpertLayer(512, 8, 2, 1024, 3072, torch.float32),
+    "adapters of rank 16, llama 8b": Adapters(8, 16, 4096, (4096, 1024, 1024)),
+    "adapters of rank 64, float16": Adapters(64, 64, 14336, (4096,), torch.float16),
+    "adapters in float32": Adapters(4, 8, 1024, (3072, 3072), torch.float32),
     **{name: StateStep(step) for name, step in STEPS.items()},
     "wide heads of keys": StateStep(DeltaRule(2, 2, 1024, 256, by_channel=True), torch.float16),
     "wide states": StateStep(StateSpace(1, 2, 64, 1024), torch.float32),

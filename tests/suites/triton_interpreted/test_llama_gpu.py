@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from common.contracts.types import SamplingParams
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.triton_backend import TritonAttention
-from gpuworker.kernels import triton_elementwise, triton_experts
+from gpuworker.checkpoints.lora import LoraAdapter, LowRank
+from gpuworker.kernels import torch_adapters, triton_adapters, triton_elementwise, triton_experts
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import Kernels, LlamaGpuModel
+from gpuworker.models.adapters import StepAdapters
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.gpu_model import AdapterProducts, Kernels, LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphInputs, GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from tests.suites.triton_interpreted.attention_cases import small
-from tests.support.gpuworker.llama_cases import BLOCK_SIZE, EXPERT_CASES, Case, case_tokens, make_case, steps
+from tests.support.gpuworker.llama_cases import (
+    BLOCK_SIZE,
+    EXPERT_CASES,
+    STEP_LENGTHS,
+    Case,
+    case_tokens,
+    make_case,
+    steps,
+)
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -44,6 +57,67 @@ def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     theirs = torch.cat(list(steps(case.transformers_model, TorchAttention(case.cache()), tokens)))
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
+
+
+def drawn_adapter(model: LlamaGpuModel, rank: int) -> LoraAdapter:
+    draw = torch.Generator().manual_seed(rank)
+    parts = {
+        name: LowRank(
+            0.3 * torch.randn((rank, inputs), generator=draw), 0.3 * torch.randn((outputs, rank), generator=draw)
+        )
+        for name, (outputs, inputs) in model.adapter_targets.items()
+    }
+    return LoraAdapter("", rank, parts)
+
+
+@pytest.mark.parametrize("kernels", [triton_adapters, torch_adapters], ids=["triton", "torch"])
+@pytest.mark.parametrize("name", ["qwen3, wide heads", "olmoe, clipped, normalised, biases"])
+def test_rows_of_adapters_have_the_logits_of_the_transformers_path(name: str, kernels: AdapterProducts) -> None:
+    """The two sequences have adapters of different ranks, then one of them the base: its logits keep their bits."""
+    case = make_case(name)
+    tokens, theirs = case_tokens(case.spec), case.transformers_model
+    weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
+    ours = LlamaGpuModel(case.config, weights, "float32", 64, Kernels(adapters=kernels))
+    for model in (ours, theirs):
+        model.allow_adapters(20)
+    assert ours._low_rank is kernels
+    read = [drawn_adapter(ours, rank) for rank in (3, 20)]
+
+    def logits(model: LlamaGpuModel | TransformersModel, attention: AttentionBackend, *of_rows: int) -> torch.Tensor:
+        prepared = [model.prepare_adapter(each) for each in read]
+        found, steps_of = [], steps(model, attention, tokens)
+        for lengths in STEP_LENGTHS:
+            of_rows_now = [None if each < 0 else prepared[each] for each in of_rows]
+            model.adapters = StepAdapters.of_rows(of_rows_now, np.array(lengths, dtype=np.int32))
+            found.append(next(steps_of))
+        model.adapters = None
+        return torch.cat(found)
+
+    base = logits(ours, TorchAttention(case.cache()), -1, -1)
+    for of_rows in ((0, 1), (1, -1)):
+        found = logits(ours, TorchAttention(case.cache()), *of_rows)
+        wanted = logits(theirs, TorchAttention(case.cache()), *of_rows)
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
+        assert not torch.allclose(found, base, atol=1e-2)
+
+
+def test_kernels_that_fail_their_test_leave_adapters_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+    case = make_case("llama")
+
+    class Wrong:
+        def add_low_rank(self, out: torch.Tensor, *others: Any) -> None:
+            out.add_(1.0)
+
+    class Failing:
+        def add_low_rank(self, *given: Any) -> None:
+            raise RuntimeError("no image for this chip")
+
+    weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
+    for kernels, words in ((Wrong(), "they are off by"), (Failing(), "no image for this chip")):
+        model = LlamaGpuModel(case.config, weights, "float32", 64, Kernels(adapters=kernels))
+        model.allow_adapters(4)
+        assert model._low_rank is torch_adapters
+        assert words in caplog.text
 
 
 class Decoding:

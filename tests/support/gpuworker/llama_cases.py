@@ -93,6 +93,7 @@ BLOCK_SIZE = 4
 _BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
 # Per step: start and length of two sequences. Two prefills; a decode beside a chunk; two decodes.
 _STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
+STEP_LENGTHS = tuple(tuple(length for _, length in step) for step in _STEPS)
 
 
 @dataclass(frozen=True, slots=True)
