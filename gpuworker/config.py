@@ -364,7 +364,6 @@ class EngineSettings(Settings):
             "--draft-model": (self.draft_model is not None, "is run by one process; use --speculative ngram"),
             "--model-impl transformers": (self.model_impl == "transformers", "is run by one process"),
             "--deterministic": (self.deterministic, "is promised between workers of one rank alone"),
-            "--lora" if self.lora else "--lora-dir": (bool(self.most_loras), "has adapters for one process alone"),
             "--quantization auto": (self.quantization == "auto", "is chosen by times, which differ between ranks"),
             f"--device {self.device}": (self.device.startswith("cuda"), "has ranks on CPUs alone, so far"),
         }

@@ -306,7 +306,7 @@ def load_native(
     if ranks is not None:
         shard = Shard(spec, ranks.place)
         packed = pack_model(library, shard.spec, ShardReader(reader, shard))
-        model = LlamaCpuModel(config, packed, precision.kv_dtype, ranks=ranks.memory(shard))
+        model = LlamaCpuModel(config, packed, precision.kv_dtype, ranks=ranks.memory(shard), shard=shard)
         return model, reader.dequantised
     return LlamaCpuModel(config, pack_model(library, spec, reader), precision.kv_dtype), reader.dequantised
 

@@ -123,8 +123,9 @@ class Step {
         rows = run_.num_keep;
       }
       const Output out = behind(layer, residual);
-      multiply_part(me, layer.output, mixed.in, rows, out);
-      adapt(me, n, &quire_lora_layer::output, layer.output, mixed.in, rows_at(residual), out);
+      multiply_part(me, layer.output, mixed.in, rows, out, [&](const Output& to) {
+        adapt(me, n, &quire_lora_layer::output, layer.output, mixed.in, rows_at(residual), to);
+      });
       me.clock.mark(QUIRE_PHASE_OUTPUT);
       if (layer.added) add_normed(me, layer.added->attention, 1.0f, residual, rows);
       if (!layer.experts) {
@@ -169,11 +170,13 @@ class Step {
   // This rank's part of what is added up at the next meeting: rows of `hidden` floats.
   float* own_part(const Member& me) const { return part_of_rank(*model_.ranks, me.turn, model_.ranks->rank); }
 
-  // A product of which each rank has some of the inputs.
-  void multiply_part(Member& me, const quire_linear& w, const Input& in, int64_t rows, const Output& out) {
-    if (!model_.ranks) return multiply(me, w, in, rows, out);
-    multiply(me, w, in, rows, {own_part(me), model_.hidden, QUIRE_STORE_F32});
-    add_parts(me, rows, static_cast<float*>(out.data), out.store == QUIRE_STORE_ADD_F32);
+  // A product of which each rank has some of the inputs. Calls add(to), which adds to the rows of this rank's part.
+  template <typename Add>
+  void multiply_part(Member& me, const quire_linear& w, const Input& in, int64_t rows, const Output& out, Add&& add) {
+    const Output to = model_.ranks ? Output{own_part(me), model_.hidden, QUIRE_STORE_F32} : out;
+    multiply(me, w, in, rows, to);
+    add(to);
+    if (model_.ranks) add_parts(me, rows, static_cast<float*>(out.data), out.store == QUIRE_STORE_ADD_F32);
   }
 
   // Meets the other ranks, and adds up their parts and its own, in the order of ranks: `adds` to rows of `out`, or in
@@ -685,8 +688,9 @@ class Step {
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
     const Output to = behind(layer, residual);
-    multiply_part(me, down, inner, rows, to);
-    adapt(me, n, &quire_lora_layer::down, down, inner, rows_at(residual), to);
+    multiply_part(me, down, inner, rows, to, [&](const Output& part) {
+      adapt(me, n, &quire_lora_layer::down, down, inner, rows_at(residual), part);
+    });
     me.clock.mark(QUIRE_PHASE_DOWN);
     if (layer.added) add_normed(me, layer.added->mlp, behind_mlp(layer), residual, rows);
   }
@@ -760,7 +764,7 @@ class Step {
     multiply(me, gate_up, shared, rows, {scratch_.wide, down.k, gated_store(QUIRE_F32, model_.gelu)});
     put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
-    multiply_part(me, down, inner, rows, {scratch_.added, size, QUIRE_STORE_F32});
+    multiply_part(me, down, inner, rows, {scratch_.added, size, QUIRE_STORE_F32}, [](const Output&) {});
     me.clock.mark(QUIRE_PHASE_DOWN);
     me.team.phase(rows, rows_of_piece(size), [&](int64_t row) {
       float *x = scratch_.added + row * size, *y = scratch_.from_experts + row * size;

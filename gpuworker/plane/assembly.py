@@ -35,6 +35,7 @@ from gpuworker.models.choose import LlamaModel, Ranks, open_native, refuse_unsha
 from gpuworker.models.draft_test import refuse_wrong_states
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
 from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.adapters import NativeAdapter
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import self_test
@@ -45,6 +46,7 @@ from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, open_disk, pool_identity, with_disk
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
 from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
+from gpuworker.plane.rank_adapters import SharedAdapters
 from gpuworker.plane.rank_group import RankGroup, StartMember, rank_threads, start_group
 from gpuworker.plane.rank_rendezvous import MemberProcess
 from gpuworker.runner.cuda_graphs import graph_launcher
@@ -354,7 +356,7 @@ def _assemble(
         model,
         drafting,
         ranks=group,
-        adapters=open_adapters(settings, model),
+        adapters=open_adapters(settings, model, None if group is None else SharedAdapters(group.links)),
         adapter_bytes=adapter_bytes,
         images=cache.frames,
         disk=disk,
@@ -374,11 +376,17 @@ def allow_adapters(settings: GpuWorkerSettings, model: TransformersModel | Llama
         raise InvalidConfig(FieldViolation(flag, "adapts linears, and this model has none that can be; leave it out"))
     model.allow_adapters(settings.max_lora_rank)
     numbers = sum(outputs + inputs for outputs, inputs in model.adapter_targets.values())
-    return (settings.most_loras + 1) * settings.max_lora_rank * numbers * _FLOAT_BYTES
+    of_ranks = settings.tensor_parallel_size  # each has at most the whole: one of the factors is at all of them
+    return (settings.most_loras + 1) * settings.max_lora_rank * numbers * _FLOAT_BYTES * of_ranks
 
 
-def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel) -> AdapterStore | None:
-    """Return the worker's adapters, those of the options read. Raises InvalidConfig with all that are unfit."""
+def open_adapters(
+    settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, shared: SharedAdapters | None = None
+) -> AdapterStore | None:
+    """Return the worker's adapters, those of the options read, at all ranks where they are `shared`.
+
+    Raises InvalidConfig with all that are unfit.
+    """
     if not settings.most_loras:
         return None
     targets, base = model.adapter_targets, served_name(Path(settings.model))
@@ -391,6 +399,9 @@ def open_adapters(settings: GpuWorkerSettings, model: TransformersModel | LlamaM
         if found.base and Path(found.base).name != base:
             _log.warning("the adapter in %s names base %s, and %s is served: its shapes fit", folder, found.base, base)
         prepared = model.prepare_adapter(found)
+        if shared is not None:
+            assert isinstance(prepared, NativeAdapter), "ranks run the native path"
+            shared.share(folder, found.fingerprint, prepared)
         return ReadAdapter(found.fingerprint, found.rank, prepared.num_bytes, prepared)
 
     if base in (value.partition("=")[0] for value in settings.lora):

@@ -23,6 +23,7 @@ import torch
 from common.contracts.errors import QuireError
 from common.process.logs import setup_logging
 from gpuworker.attention.backends import BackendOptions, make_backend
+from gpuworker.checkpoints.lora import read_adapter
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.devices import pick_device
 from gpuworker.memory.kv_cache import KvCache
@@ -33,11 +34,12 @@ from gpuworker.native import library as native
 from gpuworker.native.library import use_level
 from gpuworker.native.ranks import Beat, RankBoard, StepSizes
 from gpuworker.plane.assembly import asks_for_checkpoints, source_of
+from gpuworker.plane.rank_adapters import RankAdapters
 from gpuworker.plane.rank_group import rank_facts, rank_threads
 from gpuworker.plane.rank_watch import LOOK_S, watch_first
 from gpuworker.runner.native_executor import RankExecutor
 from gpuworker.runner.rank_messages import Begin, Loaded, Start, received, send
-from gpuworker.runner.rank_steps import received_plan
+from gpuworker.runner.rank_steps import AdapterLoad, received_plan
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWo
     assert opened is not None, "the native path alone runs at several ranks"
     model, geometry = opened
     assert isinstance(model, LlamaCpuModel)
+    if settings.most_loras:
+        model.allow_adapters(settings.max_lora_rank)
     send(connection, Loaded(model.weight_bytes))
     begin = received(connection)
     assert isinstance(begin, Begin)
@@ -91,8 +95,17 @@ def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWo
     attention = model.parts_of(backend(cache))
     executor = RankExecutor(model, attention, cache, rank_threads(settings))
     send(connection, Loaded(model.weight_bytes))
+    adapters = RankAdapters(
+        connection,
+        lambda folder: read_adapter(folder, model.adapter_targets, settings.max_lora_rank),
+        model.prepare_adapter,
+    )
     while (plan := received_plan(connection)) is not None:
-        executor.run(plan)
+        if isinstance(plan, AdapterLoad):
+            adapters.begin_load(plan)
+        else:
+            executor.run(plan, adapters.of_step(plan))
+    adapters.close()
     executor.close()
 
 

@@ -263,7 +263,7 @@ class NativeExecutor:
         if described.run is not None:
             assert inputs is not None, "arrays on a CPU"
             places = None if self._model.states is None else work.staged.batch_index
-            rows = PlannedRows.of(inputs, places, hidden=work.pooling is not None)
+            rows = PlannedRows.of(inputs, places, hidden=work.pooling is not None, adapters=work.adapters)
         return RankPlan(described.copies, rows, step.loads, step.saves, step.cleared)
 
     def _described(self, step: RunnerStep) -> _Described:
@@ -368,9 +368,9 @@ class RankExecutor:
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._steps = InFlightSteps(self._queue.wait)
 
-    def run(self, plan: RankPlan) -> None:
+    def run(self, plan: RankPlan, adapters: StepAdapters | None = None) -> None:
         """Queue a step. A step that the library refuses is refused at rank 0 too, which reports it."""
-        described = self._described(plan)
+        described = self._described(plan, adapters)
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
         self._steps.add(number, (described, plan))
 
@@ -378,12 +378,12 @@ class RankExecutor:
         self._steps.finish()
         self._queue.close()
 
-    def _described(self, plan: RankPlan) -> _Described:
+    def _described(self, plan: RankPlan, adapters: StepAdapters | None) -> _Described:
         if plan.rows is None:
             described = self._forwards.copy(plan.copies)
         else:
             inputs = plan.rows.inputs()
-            described = self._forwards.run(plan.copies, inputs, plan.rows.places, hidden=plan.rows.hidden)
+            described = self._forwards.run(plan.copies, inputs, plan.rows.places, adapters, hidden=plan.rows.hidden)
             token_ids = described.token_ids
             assert token_ids is not None
             described.whole.take = _Take(None, None, token_ids.data_ptr(), len(token_ids))

@@ -7,9 +7,11 @@ steps are in flight at every rank.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
@@ -21,8 +23,10 @@ import torch
 from common.contracts.types import BlockId
 from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
 from gpuworker.attention.step_inputs import StepInputs
+from gpuworker.models.adapters import PreparedAdapter, StepAdapters
+from gpuworker.models.llama.adapters import NativeAdapter
 from gpuworker.runner.executor import PlacedCheckpoint
-from gpuworker.runner.rank_messages import packed, received
+from gpuworker.runner.rank_messages import packed, received, send
 
 Int64Array = npt.NDArray[np.int64]
 _IN_FLIGHT: Final = 3  # steps of which a rank keeps the memory: one runs, and two wait
@@ -39,9 +43,13 @@ class PlannedRows(NamedTuple):
     keep: Int64Array  # [S + K]
     places: Int32Array | None  # [R], of states
     hidden: bool  # whether hidden states are wanted in place of logits
+    adapters: tuple[int, ...] = ()  # numbers of those in the step
+    adapter_of: Int32Array | None = None  # [T], as in `StepAdapters`
 
     @classmethod
-    def of(cls, inputs: StepInputs, places: Int32Array | None, hidden: bool) -> PlannedRows:
+    def of(
+        cls, inputs: StepInputs, places: Int32Array | None, hidden: bool, adapters: StepAdapters | None = None
+    ) -> PlannedRows:
         step = inputs.metadata
         parts = step.parts or (step,)
         tables = tuple((each.block_table, each.slot_mapping) for each in parts)
@@ -54,6 +62,8 @@ class PlannedRows(NamedTuple):
             inputs.keep.numpy(),
             places,
             hidden,
+            () if adapters is None else tuple(_number_of(each) for each in adapters.adapters),
+            None if adapters is None else adapters.of_token,
         )
 
     def inputs(self) -> StepInputs:
@@ -78,6 +88,25 @@ class PlannedRows(NamedTuple):
         return StepInputs(step, positions, nothing, keep, nothing)
 
 
+def _number_of(adapter: PreparedAdapter) -> int:
+    assert isinstance(adapter, NativeAdapter), "ranks run the native path"
+    return adapter.number
+
+
+class AdapterLoad(NamedTuple):
+    """Have a rank read the adapter in a folder, beside its steps, and know it by a number from then on."""
+
+    number: int
+    folder: str
+
+
+class AdapterLoaded(NamedTuple):
+    """What a rank says behind that: the content that it read, or why it has none."""
+
+    fingerprint: str
+    failure: str = ""
+
+
 class RankPlan(NamedTuple):
     """What a step does, for all ranks alike: copies, checkpoints of states, and the rows of a forward, if any."""
 
@@ -86,6 +115,7 @@ class RankPlan(NamedTuple):
     loads: tuple[PlacedCheckpoint, ...] = ()
     saves: tuple[PlacedCheckpoint, ...] = ()
     cleared: tuple[BlockId, ...] = ()
+    forgotten: tuple[int, ...] = ()  # adapters that no later step has
 
 
 _NONE: Final = torch.empty(0, dtype=torch.int32)
@@ -102,33 +132,65 @@ class PlanTimes:
 
 @dataclass(slots=True)
 class RankLinks:
-    """Rank 0's connections to the others. `lost` is called with a rank that takes no plan; it must not return."""
+    """Rank 0's connections to the others. `lost` is called with a rank that takes no plan; it must not return.
+
+    Numbers of adapters that are `forgotten` go with the next plan.
+    """
 
     connections: Mapping[int, Connection]
     lost: Callable[[int, str], None]
     times: PlanTimes = field(default_factory=PlanTimes)
+    forgotten: deque[int] = field(default_factory=deque)
+    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send_plan(self, plan: RankPlan) -> None:
         began = time.thread_time()
-        message = packed(plan)
-        for rank, connection in self.connections.items():
-            try:
-                connection.send_bytes(message)
-            except OSError as error:
-                self.lost(rank, f"takes no plan: {error}")
-                raise
+        if self.forgotten:
+            plan = plan._replace(forgotten=tuple(self.forgotten.popleft() for _ in range(len(self.forgotten))))
+        self._send(plan)
         self.times.plans += 1
         self.times.seconds += time.thread_time() - began
 
+    def load_adapter(self, load: AdapterLoad) -> dict[int, AdapterLoaded]:
+        """Have all other ranks load an adapter, and return what each says; for one load at a time, on any thread.
 
-def received_plan(connection: Connection) -> RankPlan | None:
-    """Return the next plan of rank 0; None when it sends no more."""
+        Raises EOFError or OSError for a rank that has ended, which ends the worker.
+        """
+        self._send(load)
+        return {rank: _answer_of(connection) for rank, connection in self.connections.items()}
+
+    def _send(self, message: RankPlan | AdapterLoad) -> None:
+        data = packed(message)
+        with self._sending:
+            for rank, connection in self.connections.items():
+                try:
+                    connection.send_bytes(data)
+                except OSError as error:
+                    self.lost(rank, f"takes no plan: {error}")
+                    raise
+
+
+def _answer_of(connection: Connection) -> AdapterLoaded:
+    answer = received(connection)
+    if not isinstance(answer, AdapterLoaded):
+        raise EOFError("the rank has ended")
+    return answer
+
+
+def received_plan(connection: Connection) -> RankPlan | AdapterLoad | None:
+    """Return the next plan of rank 0, or an adapter to load; None when it sends no more."""
     try:
         plan = received(connection)
     except EOFError:
         return None
-    assert isinstance(plan, RankPlan)
+    assert isinstance(plan, RankPlan | AdapterLoad)
     return plan
+
+
+def answer_load(connection: Connection, answer: AdapterLoaded) -> None:
+    """Tell rank 0 what became of a load. Nothing else is sent to it once steps have begun."""
+    with suppress(OSError):  # rank 0 has ended, and so does this one
+        send(connection, answer)
 
 
 class InFlightSteps:

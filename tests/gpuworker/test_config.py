@@ -93,7 +93,6 @@ def test_a_data_port_needs_host_memory_and_a_data_address_needs_a_data_port() ->
         ),
         ({"quantization": "auto"}, "--tensor-parallel-size is 2, and --quantization auto is chosen by times, which"),
         ({"draft_model": "d"}, "--tensor-parallel-size is 2, and --draft-model is run by one process; use"),
-        ({"lora": ("a=dir",)}, "--tensor-parallel-size is 2, and --lora has adapters for one process alone; leave one"),
         ({"simulate": "base=1ms"}, "--tensor-parallel-size is 2, and --simulate runs no model that could be cut"),
         ({"device": "cuda:0"}, "--tensor-parallel-size is 2, and --device cuda:0 has ranks on CPUs alone, so far"),
     ],

@@ -27,6 +27,8 @@ class NativeAdapter:
 
     def __init__(self, num_layers: int, parts: Sequence[tuple[NativePlace, LowRank]], dtype: torch.dtype) -> None:
         """The factors are held in `dtype`, float32 or bfloat16, which is that of the model."""
+        self.number = 0
+        """By which other ranks know it."""
         sizes = [len(part.a) * (_padded(place.inputs) + _padded(place.outputs)) for place, part in parts]
         self._memory = torch.zeros(sum(sizes), dtype=dtype)
         self.layers = (LoraLayerStruct * num_layers)()

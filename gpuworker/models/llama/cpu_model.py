@@ -19,6 +19,7 @@ from gpuworker.models.adapters import StepAdapters
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.llama.adapters import NativeAdapter, native_adapter, native_places, pointers_of
 from gpuworker.models.llama.pack import PackedModel
+from gpuworker.models.llama.shards import Shard
 from gpuworker.models.llama.spec import Rope, ropes
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, PartsStruct, Refusal
@@ -79,11 +80,13 @@ class LlamaCpuModel:
         kv_dtype: str,
         rope: tuple[Rope, ...] = (),
         ranks: RankMemory | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """`rope` has the rotations of another model of this configuration; without any they are made.
 
-        With `ranks` this process has a part of the model, and the forward of every step runs at all ranks.
+        With `ranks` this process has a part of the model, `shard`, and the forward of every step runs at all ranks.
         """
+        self._shard = shard
         self.config, self.packed, self.kv_dtype, self.ranks = config, packed, kv_dtype, ranks
         if ranks is not None:
             packed.struct.ranks = ctypes.pointer(ranks.struct)
@@ -140,20 +143,22 @@ class LlamaCpuModel:
 
     def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope, self.ranks)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope, self.ranks, self._shard)
 
     @property
     def adapter_targets(self) -> Targets:
-        """Implement `AdaptedModel`."""
-        return {name: (place.outputs, place.inputs) for name, place in native_places(self.packed.spec).items()}
+        """Implement `AdaptedModel`: those of all ranks."""
+        spec = self.packed.spec if self._shard is None else self._shard.whole
+        return {name: (place.outputs, place.inputs) for name, place in native_places(spec).items()}
 
     def allow_adapters(self, max_rank: int) -> None:
         """Implement `AdaptedModel`: scratch memory grows."""
         self.packed.struct.lora_rank = max_rank
 
     def prepare_adapter(self, adapter: LoraAdapter) -> NativeAdapter:
-        """Implement `AdaptedModel`."""
-        return native_adapter(self.packed.spec, adapter, self.dtype)
+        """Implement `AdaptedModel`: prepare this rank's part."""
+        part = adapter if self._shard is None else self._shard.adapter(adapter)
+        return native_adapter(self.packed.spec, part, self.dtype)
 
     def parts_of(self, attention: AttentionBackend) -> NativeParts:
         """Return what the library attends by. Raises TypeError for attention that it cannot call."""

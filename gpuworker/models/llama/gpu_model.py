@@ -168,7 +168,8 @@ class LlamaGpuModel:
         draw, worst = torch.Generator().manual_seed(0), 0.0
 
         def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=draw) * float(shape[-1]) ** -0.5
+            made: torch.Tensor = torch.randn(shape, generator=draw) * float(shape[-1]) ** -0.5
+            return made
 
         def adapter(rank: int) -> DeviceAdapter:
             targets = ((name, self.adapter_targets[name]) for each in linears for name in each.parts)

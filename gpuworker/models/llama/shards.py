@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gpuworker.checkpoints.lora import LoraAdapter, LowRank
 from gpuworker.models.llama.linears import LinearReader, LinearWeight
 from gpuworker.models.llama.spec import ATTENTION, DELTA, LlamaSpec
 from gpuworker.models.llama.weights import EMBEDDING, FusedLinear, LayerTensors, Mlp, head_tensors, layer_tensors
@@ -148,6 +149,22 @@ class Shard:
     def in_whole(self, linear: FusedLinear) -> FusedLinear:
         """Return what a linear of the rank is in the model."""
         return self._linears.get(linear.parts, linear)
+
+    def adapter(self, whole: LoraAdapter) -> LoraAdapter:
+        """Return the rank's part of an adapter: B is cut as the outputs of its linear, A as its inputs.
+
+        A is whole where outputs are cut, and B where inputs are: the parts of all ranks are added up with the product.
+        """
+        parts = {}
+        for name, part in whole.parts.items():
+            cut = self.cuts.get(f"{name}.weight")
+            if cut is None:
+                parts[name] = part
+            elif cut.dim == 0:
+                parts[name] = LowRank(part.a, cut.of(part.b).contiguous())
+            else:
+                parts[name] = LowRank(cut.of(part.a).contiguous(), part.b)
+        return replace(whole, parts=parts)
 
     def _cut_layer(self, layer: int, tensors: LayerTensors) -> None:
         kind = self.whole.kind(layer)

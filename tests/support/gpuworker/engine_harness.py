@@ -120,6 +120,7 @@ class EngineDriver:
         eos: Iterable[int] = (),
         output_before: int = 0,
         prediction: Sequence[int] = (),
+        adapter: object | None = None,
     ) -> SequenceId:
         """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
@@ -140,7 +141,7 @@ class EngineDriver:
             speculation=speculation_of(sampling, tuple(prediction), output_before),
         )
         self.results[sequence] = Result()
-        self.engine.submit_request(EngineRequest(new, sampling, len(prompt) - output_before))
+        self.engine.submit_request(EngineRequest(new, sampling, len(prompt) - output_before, adapter=adapter))
         return sequence
 
     def hashes(self, tokens: Sequence[int]) -> tuple[BlockHash, ...]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuworker.checkpoints.lora import LoraAdapter, LowRank
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.shards import Cut, Place, Shard, ShardReader, why_not_sharded
 from gpuworker.models.llama.spec import ExpertsSpec, LlamaSpec
@@ -157,3 +158,32 @@ def test_a_cut_of_several_ranges_keeps_their_order() -> None:
     assert cut.of(torch.arange(6)).tolist() == [0, 3]
     with pytest.raises(ValueError, match="dimension 0 has 5; the configuration says 6"):
         cut.of(torch.arange(5))
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 4), (4, 2)])
+def test_what_adapters_add_at_all_ranks_is_what_they_add_at_one(size: int, kv_heads: int) -> None:
+    """Outputs are the ranks' side by side, heads of K and V that several have counted once; inputs are added up."""
+    model, draw = spec(kv_heads=kv_heads), torch.Generator().manual_seed(1)
+    tensors = layer_tensors(model, 0)
+    linears = [tensors.qkv, tensors.output, tensors.gate_up, tensors.down]
+    sizes = {name: (n, each.inputs) for each in linears for name, n in zip(each.parts, each.sizes, strict=True)}
+    whole = LoraAdapter(
+        "content",
+        3,
+        {
+            name: LowRank(torch.randn((3, inputs), generator=draw), torch.randn((outputs, 3), generator=draw))
+            for name, (outputs, inputs) in sizes.items()
+        },
+    )
+    shards = [Shard(model, Place(rank, size)) for rank in range(size)]
+    for name, (outputs, inputs) in sizes.items():
+        x, total = torch.randn(inputs, generator=draw), torch.zeros(outputs)
+        for shard in shards:
+            part, cut = shard.adapter(whole).parts[name], shard.cuts[f"{name}.weight"]
+            ((begin, end),) = cut.ranges
+            if cut.dim == 0:
+                total[begin:end] = part.b @ (part.a @ x)
+            else:
+                total += part.b @ (part.a @ x[begin:end])
+        torch.testing.assert_close(total, whole.parts[name].b @ (whole.parts[name].a @ x))
+        assert shards[0].adapter(whole).fingerprint == "content"
