@@ -99,7 +99,7 @@ from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_store import TraceStore
-from router.observe.vllm_names import Held, VllmNames
+from router.observe.vllm_names import Held, HeldAdapters, VllmNames
 from router.placement.adapters import AdapterNames
 from router.placement.admission import AdmissionLimiter, AdmissionLimits
 from router.placement.routing import Router
@@ -475,11 +475,16 @@ class RouterProcess:
 
     def _public_metrics(self) -> PublicMetrics:
         registry = CollectorRegistry()
-        registry.register(self._vllm_names())
+        registry.register(VllmNames(self._metrics, self._card.name, self._held))
         return PublicMetrics(registry, self._clock)
 
     def _vllm_names(self) -> VllmNames:
-        return VllmNames(self._metrics, self._card.name, self._held)
+        return VllmNames(self._metrics, self._card.name, self._held, self._held_adapters)
+
+    def _held_adapters(self) -> HeldAdapters:
+        running, waiting = self.frontend.adapters()
+        most = max((model.adapters.max_in_memory for model in self.pool.models()), default=0)
+        return HeldAdapters(running, waiting, most, self._clock.time_ns() / 1e9)
 
     def _held(self) -> Held:
         pages = pages_of_block(self.status.model().identity.kv_geometry)

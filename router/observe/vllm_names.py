@@ -7,7 +7,7 @@ and a router does not know is left out; `docs/exposing.md` lists what is here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +35,7 @@ _SAME: Final[Mapping[str, str]] = {
 _ABORT: Final = "abort"
 _REASONS: Final = {FinishReason.CANCELLED.value: _ABORT, FinishReason.DEADLINE.value: _ABORT}
 _PREFIX: Final = "vllm:"
+_MOST_NAMES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,42 @@ class Held:
         return 1.0 - self.free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class HeldAdapters:
+    """The adapters that sequences of this router run on, those that some wait with, and how many a worker holds."""
+
+    running: Collection[str]
+    waiting: Collection[str]
+    max_in_memory: int
+    time_s: float
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """As vLLM has them: names in one label, between commas, a bounded number of them."""
+        running, waiting = (",".join(sorted(names)[:_MOST_NAMES]) for names in (self.running, self.waiting))
+        return {
+            "max_lora": str(self.max_in_memory),
+            "running_lora_adapters": running,
+            "waiting_lora_adapters": waiting,
+        }
+
+
 class VllmNames(Collector):
     """Exposes them; `held` is called at each reading.
 
-    Labels are the model's served name, finish reasons and bounds of buckets: nothing that a client names.
+    Labels are the model's served name, finish reasons and bounds of buckets: nothing that a client names. With
+    `adapters` names of adapters are labels too: for operators.
     """
 
-    def __init__(self, metrics: RouterMetrics, model: str, held: Callable[[], Held]) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        model: str,
+        held: Callable[[], Held],
+        adapters: Callable[[], HeldAdapters] | None = None,
+    ) -> None:
         self._metrics, self._label, self._held = metrics, {"model_name": model}, held
+        self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
         held = self._held()
@@ -80,6 +109,10 @@ class VllmNames(Collector):
         sizes = {"block_size": str(held.block_size), "num_gpu_blocks": str(held.whole_blocks)}
         words = "slots of a block, and blocks of all workers, each with K/V of all layers"
         yield self._gauge("cache_config_info", words, 1.0, sizes)
+        adapters = None if self._adapters is None else self._adapters()
+        if adapters is not None and adapters.max_in_memory:
+            # As in vLLM, the value is the time: gateways take the latest row.
+            yield self._gauge("lora_requests_info", "adapters of sequences", adapters.time_s, adapters.labels)
         for name, source in _SAME.items():
             (metric,) = getattr(self._metrics, source).collect()
             yield self._renamed(metric, name)

@@ -166,6 +166,15 @@ class RouterFrontend:
         inside = [each.output.admitted_at is not None for run in self._runs for each in run.unfinished()]
         return sum(inside), len(inside) - sum(inside)
 
+    def adapters(self) -> tuple[set[str], set[str]]:
+        """Return the adapters of sequences that have had blocks, and of those that wait for their first."""
+        running, waiting = set[str](), set[str]()
+        for run in self._runs:
+            if run.request.adapter is not None:
+                for each in run.unfinished():
+                    (waiting if each.output.admitted_at is None else running).add(run.request.adapter.name)
+        return running, waiting
+
     def end_revoked(self, is_live: Callable[[Caller], bool]) -> None:
         """End every request whose caller `is_live` refuses, those that wait for a worker included."""
         for run in list(self._runs):

@@ -19,7 +19,7 @@ from router.contracts.events import Finished, Timings
 from router.contracts.ports import ModelCard
 from router.observe.metrics import RouterMetrics
 from router.observe.status import RouterStatus
-from router.observe.vllm_names import Held, VllmNames
+from router.observe.vllm_names import Held, HeldAdapters, VllmNames
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import CLOCK, frontend_over, in_background, request, tokens_of
 from tests.support.router.known_router import KnownRouter
@@ -141,6 +141,16 @@ def test_vllm_s_names_have_the_same_figures_of_all_tenants(tenants: int) -> None
         assert metric.name.startswith("vllm:")
         assert {each.labels["model_name"] for each in metric.samples} == {"small"}
         assert not any("tenant" in each.labels for each in metric.samples)
+
+
+@pytest.mark.parametrize(("held", "rows"), [(8, 1), (0, 0)])
+def test_vllm_s_row_of_adapters_has_their_names_and_the_time_where_a_worker_holds_some(held: int, rows: int) -> None:
+    names, registry = {f"a{number:03}" for number in range(300)}, CollectorRegistry()
+    found = HeldAdapters({"sql", "chat"}, names, held, 1700000000.5)
+    registry.register(VllmNames(RouterMetrics(CollectorRegistry(), "small"), "small", lambda: HELD, lambda: found))
+    labels = {"model_name": "small", "max_lora": str(held), "running_lora_adapters": "chat,sql"}
+    labels["waiting_lora_adapters"] = ",".join(f"a{number:03}" for number in range(256))
+    assert labels_of(registry, "vllm:lora_requests_info") == [(labels, 1700000000.5)][:rows]
 
 
 def test_pages_are_not_counted_as_blocks_of_tokens() -> None:

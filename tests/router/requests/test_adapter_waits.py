@@ -47,6 +47,7 @@ async def test_a_request_keeps_its_place_while_its_adapter_is_read(worker: FakeW
     async with in_background(harness, request(max_tokens=2, adapter=B)) as waiting:
         await worker.until(lambda: bool(worker.loads))
         assert outstanding(harness) > 0
+        assert harness.frontend.adapters() == (set(), {"b"})
         assert not worker.submits
         worker.answer_load()
         await worker.until(lambda: bool(worker.submits))
@@ -108,6 +109,7 @@ async def test_a_stream_whose_adapter_has_gone_waits_beside_the_queue(returns: b
             await dying.until(lambda: bool(dying.submits))
             dying.step({1: [100]}, admitted={1: 0})
             await harness.until(lambda: tokens_of(harness.seen) == [100])
+            assert harness.frontend.adapters() == ({"b"}, set())
             seen = harness.seen
             await dying.kill()
             await harness.connected(1)
