@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
-from common.contracts.errors import DeadlineExceeded, Overloaded, QuotaViolation
+from common.contracts.errors import DeadlineExceeded, Overloaded, QuireError, QuotaViolation
 from router.workers.client import WorkerClient
 
 # Pauses between two attempts while all adapters in a worker's memory are in use.
@@ -89,6 +89,33 @@ class AdapterLoads:
             if end in done:
                 end.result()
         refused.cancel()
+
+    async def load_at_once(
+        self, client: WorkerClient, wanted: AdapterRef, share: AdapterShare, interrupted: asyncio.Event, patience: float
+    ) -> str:
+        """Return "" once the adapter is in the worker's memory, or why it is not: no wait for room, and none longer."""
+        why = "the wait was interrupted"
+        over = asyncio.Event()
+
+        def no_room(reason: str) -> None:
+            nonlocal why
+            why = f"adapter {wanted.name} found no room: {reason}"
+            over.set()
+
+        load = asyncio.create_task(self.load(client, wanted, None, over, no_room, share))
+        left = asyncio.create_task(interrupted.wait())
+        try:
+            await asyncio.wait((load, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if load.done() and not over.is_set():
+                load.result()
+                return ""
+            return why if over.is_set() or left.done() else f"adapter {wanted.name} took longer than {patience:.1f} s"
+        except QuireError as refused:
+            return str(refused)
+        finally:
+            left.cancel()
+            over.set()
+            load.cancel()
 
     def _begin(self, client: WorkerClient, wanted: AdapterRef, share: AdapterShare) -> _Load:
         load = self._running[client, wanted] = _Load()

@@ -7,6 +7,8 @@
 The prompt is a request of its own at P: its full blocks, and nothing of what comes after them. It leaves cached blocks
 there, as any request does. P holds nothing for D, and waits for nobody. Where the way ends early, nothing is lost but
 time: D fetches what P has sealed by then. A router that goes on with the request of another one finds nothing of it.
+
+P first loads the request's adapter, where it does not have it in memory. Where it has no room, D computes the prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from common.contracts.limits import MAX_REQUEST_ID_CHARS
 from common.contracts.types import FinishReason, PoolIdentity, SamplingParams
 from router.placement.fair_queue import Ticket
 from router.placement.remote_prefill import Elsewhere, Mode
+from router.requests.adapter_loads import AdapterLoads
 from router.requests.dispatcher import Dispatcher, Job, PromptPlace
 from router.requests.run import Prefix, RequestRun, submission_of
 from router.workers.client import WorkerClient
@@ -60,8 +63,8 @@ class _AtWorker:
 class RemotePrefill:
     """Computes prompts of new requests elsewhere, as `mode` says."""
 
-    def __init__(self, dispatcher: Dispatcher, clock: Clock, mode: Mode) -> None:
-        self._dispatcher, self._clock, self._mode = dispatcher, clock, mode
+    def __init__(self, dispatcher: Dispatcher, clock: Clock, mode: Mode, loads: AdapterLoads) -> None:
+        self._dispatcher, self._clock, self._mode, self._loads = dispatcher, clock, mode, loads
 
     async def compute_elsewhere(self, run: RequestRun, job: Job, identity: PoolIdentity, ticket: Ticket) -> Job:
         """Return the job, with what a prefill worker has computed of its prompt.
@@ -94,7 +97,9 @@ class RemotePrefill:
         run.log.sends_prompt(worker_id)
         why_not = _INTERRUPTED
         try:
-            why_not = await _computed(client, _submission(run, identity, tokens, began), run, ways.patience_s)
+            why_not = await self._load_adapter(run, place, client)
+            if not why_not:
+                why_not = await _computed(client, _submission(run, identity, tokens, began), run, ways.patience_s)
         finally:
             run.log.prompt_left(0 if why_not else tokens, why_not)
         if why_not:
@@ -105,6 +110,14 @@ class RemotePrefill:
         if why_not:
             return noted
         return replace(noted, request=replace(job.request, computed_elsewhere=tokens))
+
+    async def _load_adapter(self, run: RequestRun, place: PromptPlace, client: WorkerClient) -> str:
+        """Have the worker load the request's adapter, if it is not in memory there; return why it has not, or ""."""
+        wanted, ways = run.request.adapter, place.ways
+        if wanted is None or not ways.prefill.worker.adapters.seconds_until(wanted):
+            return ""
+        share = self._dispatcher.pool.adapter_share(wanted.name, run.request.flow.tenant)
+        return await self._loads.load_at_once(client, wanted, share, run.inbox.interrupted, ways.patience_s)
 
 
 def _words(ways: Elsewhere, tokens: int, seconds: float, why_not: str) -> str:

@@ -51,7 +51,7 @@ class Submitter:
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
         self._loads = AdapterLoads(self._clock.monotonic)
-        self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill)
+        self._prompts = RemotePrefill(dispatcher, recorder.clock, remote_prefill, self._loads)
 
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place_job` does.
@@ -71,7 +71,7 @@ class Submitter:
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
         run.log.sent(self._domains, self._heads, prefix.cache_domain, identity)
-        if not moved_because and request.adapter is None:
+        if not moved_because:
             job = await self._prompts.compute_elsewhere(run, job, identity, run.ticket)
             if run.inbox.interrupted.is_set():
                 return

@@ -17,13 +17,14 @@ import torch
 
 from common.contracts.adapters import AdapterRef
 from common.contracts.errors import InvalidConfig, InvalidRequest
-from gpuworker.checkpoints.lora import AdapterRefused, LoraAdapter
+from gpuworker.checkpoints.lora import AdapterRefused, LoraAdapter, read_adapter
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane import rank_process
 from gpuworker.plane.adapters import AdapterStore
 from gpuworker.plane.assembly import ModelPlane, assemble
 from gpuworker.plane.rank_adapters import RankAdapters
+from gpuworker.runner.rank_steps import AdapterLoad
 from tests.gpuworker.engine.test_equality import COUNT, prompts
 from tests.support.adapters import adapter, tokens_of
 from tests.support.checkpoints import checkpoint
@@ -103,7 +104,7 @@ class HeldRead:
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.failure: Exception | None = None
         self.instead: Path | None = None
-        self._read = rank_process.read_adapter
+        self._read = read_adapter
         patch.setattr(rank_process, "read_adapter", self.read)
 
     def read(self, folder: Path, *given: Any) -> LoraAdapter:
@@ -148,7 +149,12 @@ async def test_a_rank_that_cannot_load_ends_the_load_at_all_ranks(
     held, ranks = HeldRead(monkeypatch), list[RankAdapters]()
     held.go_on.set()
     begin = RankAdapters.begin_load
-    monkeypatch.setattr(RankAdapters, "begin_load", lambda self, load: (ranks.append(self), begin(self, load)))
+
+    def noted(rank: RankAdapters, load: AdapterLoad) -> None:
+        ranks.append(rank)
+        begin(rank, load)
+
+    monkeypatch.setattr(RankAdapters, "begin_load", noted)
     plane = planned("llama", 2, lora=(), lora_dir=adapter("llama", 0).parent)
     store = store_of(plane)
     held.failure, held.instead = failure, None if instead is None else adapter("llama", instead)

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from common.contracts.errors import Unauthenticated, Unavailable
+from common.contracts.adapters import AdapterRef
+from common.contracts.errors import Overloaded, QuireError, QuotaViolation, Unauthenticated, Unavailable
 from common.contracts.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.contracts.events import Admitted
@@ -208,4 +209,52 @@ async def test_a_prompt_counts_once_against_the_limits() -> None:
             p.step(finished={p.submits[0].handle: FinishReason.LENGTH})
             await task
         assert harness.registry.get_sample_value("quire:prompt_tokens_total") == 11.0
+        await until_nothing_left(harness)
+
+
+# ------------------------------------------------------------ adapters
+
+B = AdapterRef("b", 64 * "b")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+async def test_a_prompt_of_an_adapter_is_computed_where_the_adapter_is_loaded_for_it(in_memory: bool) -> None:
+    p, d = workers()
+    async with frontend_over(p, d, index=FixedIndex({}), remote_prefill="always") as harness:
+        p.tell_of_adapters(b=in_memory)
+        d.tell_of_adapters(b=True)
+        await harness.until(lambda: all(each.adapters.by_name for each in harness.pool.models()))
+        async with in_background(harness, request(prompt=11, adapter=B)) as answer:
+            if not in_memory:
+                await p.until(lambda: bool(p.loads))
+                assert not p.submits
+                assert p.loads[0].share.tenant == ""
+                p.answer_load()
+            assert tokens_of(await answer) == TOKENS
+        (first,), (second,) = p.submits, d.submits
+        assert (first.adapter, first.adapter_fingerprint) == ("b", 64 * "b")
+        assert first.block_hashes == second.block_hashes[: 2 * 16]
+        assert placed(harness)[0][1][0].startswith("prefill: p computed 8 tokens of its prompt in ")
+        await until_nothing_left(harness)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (Overloaded(QuotaViolation("worker.loras", "all are in use"), 1.0), "adapter b found no room: all are in use"),
+        (Unavailable("it has another content"), "it has another content"),
+    ],
+)
+async def test_a_worker_that_has_no_room_for_the_adapter_computes_no_prompt(refusal: QuireError, words: str) -> None:
+    p, d = workers()
+    async with frontend_over(p, d, index=FixedIndex({}), remote_prefill="always") as harness:
+        p.tell_of_adapters(b=False)
+        d.tell_of_adapters(b=True)
+        await harness.until(lambda: all(each.adapters.by_name for each in harness.pool.models()))
+        async with in_background(harness, request(prompt=11, adapter=B)) as answer:
+            await p.until(lambda: bool(p.loads))
+            p.answer_load(refusal)
+            assert tokens_of(await answer) == TOKENS
+        assert not p.submits
+        assert words in placed(harness)[0][1][0]
         await until_nothing_left(harness)
