@@ -240,6 +240,14 @@ def test_the_tenant_that_holds_the_most_gives_way_and_never_to_one_that_would_ho
     assert line.closed() == {"a1": "c1", "a2": "c2"}
 
 
+def test_of_the_tenant_that_holds_the_most_the_one_held_longest_closes_first() -> None:
+    line = in_use("b1", "a1", "a2")
+    line.ask("c1")
+    line.now += TURN_S
+    line.ask("c1")
+    assert line.closed() == {"a1": "c1"}
+
+
 # ------------------------------------------------------------ quotas
 
 

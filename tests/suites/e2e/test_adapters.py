@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -261,6 +262,7 @@ async def test_streams_that_keep_coming_for_what_is_in_memory_hold_off_no_other_
     assert (await unload(adapted, "third")).status_code == 200
 
 
+@pytest.mark.rest
 async def test_a_tenants_own_adapters_are_its_own_from_load_to_unload(tmp_path: Path) -> None:
     """Red loads its adapter from its own folder, within its bytes; blue neither sees, uses nor unloads it."""
     root = tmp_path / "adapters"
@@ -303,3 +305,22 @@ async def test_a_tenants_own_adapters_are_its_own_from_load_to_unload(tmp_path: 
         assert "red-sql, of tenant red" in out.splitlines()
         assert f"at most {most >> 10}" in out.splitlines()[-1]
         assert (await ask("red", "/v1/unload_lora_adapter", lora_name="red-sql"))[0] == 200
+
+
+@pytest.mark.rest
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+async def test_ranks_as_processes_load_use_and_forget_an_adapter(tmp_path: Path) -> None:
+    shutil.copytree(adapter(KIND, 0), tmp_path / "adapters" / "zero")
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "-tp", "2", "--threads", "1")
+    flags = (*flags, "--lora-dir", str(tmp_path / "adapters"), "--lora", f"own={adapter(KIND, 6)}")
+    options = StackOptions(model=checkpoint(KIND), workers=1, worker_flags=flags)
+    async with running_suite(tmp_path, options) as found:
+        assert (await load(found, "zero-again", "zero")).status_code == 200
+        answers = await asyncio.gather(*(complete(found, name) for name in (None, "own", "zero-again")))
+        wanted = [tokens_of(KIND, variant, PROMPT, COUNT) for variant in (None, 6, 0)]
+        assert [tokens(each) for each in answers] == wanted
+        assert (await unload(found, "zero-again")).status_code == 200
+        assert tokens(await complete(found, "own")) == wanted[1]
+        shutil.rmtree(tmp_path / "adapters" / "zero")
+        answer = await load(found, "zero-again", "zero")
+        assert (answer.status_code, "has no adapter_config.json" in answer.text) == (400, True), answer.text
