@@ -311,8 +311,8 @@ async def test_a_tenants_own_adapters_are_its_own_from_load_to_unload(tmp_path: 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 async def test_ranks_as_processes_load_use_and_forget_an_adapter(tmp_path: Path) -> None:
     shutil.copytree(adapter(KIND, 0), tmp_path / "adapters" / "zero")
-    flags = ("--kv-blocks", "256", "--dtype", "float32", "-tp", "2", "--threads", "1")
-    flags = (*flags, "--lora-dir", str(tmp_path / "adapters"), "--lora", f"own={adapter(KIND, 6)}")
+    of_adapters = ("--lora-dir", str(tmp_path / "adapters"), "--lora", f"own={adapter(KIND, 6)}")
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "-tp", "2", "--threads", "1", *of_adapters)
     options = StackOptions(model=checkpoint(KIND), workers=1, worker_flags=flags)
     async with running_suite(tmp_path, options) as found:
         assert (await load(found, "zero-again", "zero")).status_code == 200
