@@ -39,10 +39,7 @@ _NAMES: Final = (
 )
 _TEXT_ALONE: Final = "the model takes text alone; leave it out"
 _OWN_MEANS: Final = "blocks move between Quire's workers by its own means; leave it out"
-_NOT_OFFERED: Final = {
-    "media": _TEXT_ALONE,
-    "kv_hints": "hints are not followed here; leave it out, and use Quire's cache_retention by its own API",
-}
+_NOT_OFFERED: Final = {"media": _TEXT_ALONE}
 _NOT_OF_KV: Final = {"kv_transfer_params": _OWN_MEANS, "ec_transfer_params": _OWN_MEANS}
 _NOT_OF_DECODING: Final = {
     "structural_tag": "structural tags are not compiled here; give the same as a grammar in Lark's notation",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -16,7 +16,9 @@ from router.api.shared.call_context import Calls, Context, note_id
 from router.api.shared.field_names import in_words_by
 from router.api.vllm.fields import Asked, charged_if_wrong, check_rank
 from router.api.vllm.inference_codec import LEAST_ENTRY_BYTES, Answer, merged, read
-from router.contracts.events import ValidatedRequest
+from router.api.vllm.kv_hints import ANSWER_KEY, bounded, packed, read_hints
+from router.api.vllm.kv_hints import Answer as HintAnswer
+from router.contracts.events import Admitted, ValidatedRequest
 from router.contracts.ports import AdapterSource, Frontend, ModelCard, RequestValidator
 
 INFERENCE: Final = "vllm.Inference"
@@ -34,24 +36,25 @@ class InferenceServicer(rpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answer a request for one sequence as a whole."""
-        asked, validated = await self._validated(request, context, streaming=False)
+        asked, validated, hints = await self._validated(request, context, streaming=False)
         with in_words_by(asked.named):
             token = int(request.response.output_token_ids)
             check_least_size([validated], token, LEAST_ENTRY_BYTES, MAX_REPLY_BYTES)
-            async with aclosing(self._responses(request, replace(validated, whole=True))) as responses:
+            whole = replace(validated, whole=True)
+            async with aclosing(self._responses(request, whole, _told(request, hints, context))) as responses:
                 return checked_reply(merged([each async for each in responses]))
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Yield the facts of the prompt, then what the sequences put out, and the end of each."""
-        asked, validated = await self._validated(request, context, streaming=True)
+        asked, validated, hints = await self._validated(request, context, streaming=True)
         with in_words_by(asked.named):
-            async with aclosing(self._responses(request, validated)) as responses:
+            async with aclosing(self._responses(request, validated, _told(request, hints, context))) as responses:
                 async for response in responses:
                     yield checked_reply(response)
 
     async def _validated(
         self, request: pb.GenerateRequest, context: Context, streaming: bool
-    ) -> tuple[Asked, ValidatedRequest]:
+    ) -> tuple[Asked, ValidatedRequest, Sequence[HintAnswer]]:
         call = self._calls.context(context)
         note_id(request.request_id)
         with charged_if_wrong(self._calls.meter, call):
@@ -60,7 +63,9 @@ class InferenceServicer(rpc.InferenceServicer):
         if request.session_id:
             call = replace(call, session_id=request.session_id)
         asked = read(request, self._card, streaming)
-        return asked, await asked.validated(self._validator, replace(call, model=model))
+        hints = read_hints(request.kv_hints, asked.generate.cache_retention) if request.HasField("kv_hints") else ()
+        validated = await asked.validated(self._validator, replace(call, model=model))
+        return asked, validated, bounded(hints, validated.retention)
 
     def _model_of(self, request: pb.GenerateRequest) -> str:
         """Return the base or the adapter that a request is for. Raises ModelNotFound, and InvalidRequest for two."""
@@ -80,8 +85,9 @@ class InferenceServicer(rpc.InferenceServicer):
             raise ModelNotFound(f"{kind} {shown!r} is not served here; {self._card.name!r} is", shown)
 
     async def _responses(
-        self, request: pb.GenerateRequest, validated: ValidatedRequest
+        self, request: pb.GenerateRequest, validated: ValidatedRequest, tell: Callable[[str], None]
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yield the responses; `tell` is called with the id of the decision that admitted the request."""
         place = self._room.place(MAX_REPLY_BYTES)
         # What is streamed is not collected, but for the log-probabilities of the prompt.
         answer = Answer(
@@ -90,10 +96,22 @@ class InferenceServicer(rpc.InferenceServicer):
         try:
             async with aclosing(self._frontend.generate(validated)) as events:
                 async for event in events:
+                    if isinstance(event, Admitted):
+                        tell(event.decision_id)
                     for response in answer.responses(event):
                         yield response
         finally:
             place.leave()
+
+
+def _told(request: pb.GenerateRequest, hints: Sequence[HintAnswer], context: Context) -> Callable[[str], None]:
+    """Return what answers the request's hints, once it is admitted."""
+
+    def tell(decision_id: str) -> None:
+        if request.HasField("kv_hints"):
+            context.set_trailing_metadata(((ANSWER_KEY, packed(request.kv_hints, hints, decision_id)),))
+
+    return tell
 
 
 def _ignore(size: int) -> None:

@@ -275,7 +275,6 @@ async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
         api,
         **IDS,
         media=[pb.MediaItem(url="http://127.0.0.1/a.png")],
-        kv_hints=pb.KVHintsEnvelope(message_id="1"),
         decoding=pb.DecodingParameters(structural_tag="{}", bad_words_token_ids=[pb.TokenIds(ids=[1, 2])]),
         stopping=pb.StoppingCriteria(thinking_token_budget=5),
         kv=pb.KVCacheParameters(kv_transfer_params=transfer, ec_transfer_params=transfer),
@@ -287,7 +286,6 @@ async def test_what_is_not_offered_is_refused_by_name(api: Api) -> None:
         "engine_reasoning_gate.reasoning_ended",
         "kv.ec_transfer_params",
         "kv.kv_transfer_params",
-        "kv_hints",
         "media",
         "stopping.thinking_token_budget",
     ]
