@@ -2,7 +2,7 @@
 
 ```
     stores  x copy  ------------------------------> paid   |  compared once a window;
-    loads   x (compute - copy) -------------------> saved  |  a window has as many stores as there are frames
+    loads   x (compute - copy) -------------------> saved  |  a window has a quarter of as many stores as frames
 ```
 
 Time is that of the worker's steps: copies are a part of them.
@@ -15,6 +15,8 @@ from typing import Final
 from common.contracts.transfers import TransferCosts
 
 _LEAST_WINDOW: Final = 1024
+_WINDOWS: Final = 4
+"""In so many of them all frames are filled. What comes back later than after two may be missed at first."""
 _IN_A_ROW: Final = 2
 _FIRST_PENANCE: Final = 4
 _LONGEST_PENANCE: Final = 32
@@ -31,7 +33,7 @@ class StoreGate:
     __slots__ = ("_images", "_lost", "_passed", "_penance", "_places", "_stored", "_window", "open")
 
     def __init__(self, num_frames: int) -> None:
-        self._window = max(_LEAST_WINDOW, num_frames)
+        self._window = max(_LEAST_WINDOW, num_frames // _WINDOWS)
         self._stored = self._places = self._images = self._passed = 0
         self._lost, self._penance = 0, _FIRST_PENANCE
         self.open = True

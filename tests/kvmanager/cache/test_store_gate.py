@@ -10,7 +10,7 @@ WINDOW = 2000
 
 
 def gate_of() -> StoreGate:
-    return StoreGate(WINDOW)
+    return StoreGate(4 * WINDOW)
 
 
 def store(gate: StoreGate, windows: int, loads: int = 0, costs: TransferCosts | None = COSTS) -> None:
