@@ -290,7 +290,8 @@ def listening() -> set[str]:
     """Return the addresses at which this process and all below it listen."""
     everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
     found = [each for process in everyone for each in process.net_connections("tcp")]
-    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+    # A socket for both families has an address of IPv4 in the form of IPv6.
+    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
 
 
 def board_of(rank: psutil.Process) -> RankBoard:

@@ -546,13 +546,15 @@ async def test_the_link_of_the_advice_leads_to_its_section_of_the_runbook(suite:
     """Whatever the cause is: on a busy machine it may be another one than the short prompt."""
     mine = await asked(suite, named(prompt(10)))
     _, out, _ = await quire_why(suite, mine)
-    (link,) = re.findall(r"http://\S+", out)
-    _, _, anchor = link.partition("#")
+    links = re.findall(r"http://\S+", out)
+    assert 1 <= len(links) <= 2, "two, where it is not known which of two causes counts more"
     async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        page = await client.get(link)
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert anchor
-    assert f'<h3 id="{anchor}">' in page.text
+        for link in links:
+            _, _, anchor = link.partition("#")
+            page = await client.get(link)
+            assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+            assert anchor
+            assert f'<h3 id="{anchor}">' in page.text
 
 
 async def test_an_export_has_everything_in_one_file(suite: Suite, tmp_path: Path) -> None:
