@@ -412,6 +412,8 @@ MAX_ADAPTERS: Final = 1024
 MAX_ADAPTER_CONFIG_BYTES: Final = 1 << 20
 # Loads that one router may have waiting at a worker.
 MAX_ADAPTER_LOADS: Final = 64
+# Of those that a worker knows, one tenant's own: so that no tenant takes the names of all others.
+MAX_OWN_ADAPTERS: Final = MAX_ADAPTERS // 4
 # Names, or beginnings of names, of one tenant's own adapters; each load at a worker carries them.
 MAX_OWN_ADAPTER_NAMES: Final = 64
 # The largest rank that --max-lora-rank allows.

@@ -120,7 +120,6 @@ class AdapterStore:
         """
         if not is_adapter_name(wanted.name):
             raise InvalidRequest(FieldViolation("lora_name", f"is {wanted.name[:64]!r}; expected {NAME_WORDS}"))
-        self._table.renew(wanted.name, self._now())
         async with self._turn:
             before = self._table.changes
             try:
@@ -141,7 +140,7 @@ class AdapterStore:
         read = await self._read_beside(folder) if known is None else await self._read_again(known)
         found, left = _adapter_of(wanted.name, folder, read), list[Adapter]()
         check_bytes(found, share)
-        adapter = self._table.add(found)
+        adapter = self._table.add(found, share)
         try:
             left = self._table.fill(adapter, read.weights, share, self._now())
         except Overloaded:
@@ -170,10 +169,13 @@ class AdapterStore:
         return read
 
     async def _read_beside(self, folder: Path) -> ReadAdapter:
+        began = self._now()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, folder)
         except UnfitAdapter as error:
             raise InvalidRequest(FieldViolation("lora_path", str(error))) from None
+        finally:
+            self._table.note_read(self._now() - began)
 
     def _below_root(self, path: str, below: str = "") -> Path:
         """Return the folder that a path names. Links are followed first, those of its files too, so none leads out.

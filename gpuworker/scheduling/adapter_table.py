@@ -6,7 +6,8 @@
                      +-+
 
 What is held is bounded. A held adapter that no sequence uses is the first to leave, the least recently used one. One
-whose name has got another content, or was removed, counts until its last sequence has ended: its memory is taken.
+whose name has got another content, or was removed, counts until its last sequence has ended: its memory is taken. It
+counts for its tenant too.
 
 Loads that find no room wait in line (`Claim`). Tenants take turns in it: whoever has been served stands behind those
 who were there. Once a load has waited for TURN_S, an adapter in use closes for it: it takes no new sequences, and
@@ -16,6 +17,7 @@ holds the most gives way first, and nobody's adapter closes for a tenant that wo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,7 +31,7 @@ from common.contracts.errors import (
     RateLimited,
     Unavailable,
 )
-from common.contracts.limits import MAX_ADAPTERS
+from common.contracts.limits import MAX_ADAPTERS, MAX_OWN_ADAPTERS
 
 _RETRY_SECONDS = 1.0
 TURN_S: Final = 2.0
@@ -83,6 +85,8 @@ class AdapterTable:
         self._in_memory: dict[str, Adapter] = {}  # those of them that are
         self._leaving: set[Adapter] = set()  # without a name, in memory until their last sequences end
         self._claims: dict[str, Claim] = {}
+        # The claims in the order of their turns; None: it is to be found anew.
+        self._sorted: list[Claim] | None = None
         self._uses = 0
         self.changes = 0
         """Rises with each change of what is known, and of what is open."""
@@ -109,10 +113,10 @@ class AdapterTable:
             raise NotFound(f"adapter {name!r} is not known at this worker; load it")
         return found
 
-    def add(self, adapter: Adapter) -> Adapter:
+    def add(self, adapter: Adapter, share: AdapterShare = NOBODYS) -> Adapter:
         """Make an adapter known under its name, in place of another content; return it, or the same one that is there.
 
-        Raises Overloaded where too many names are known.
+        Raises Overloaded where too many names are known, and RateLimited where too many of its tenant's own are.
         """
         there = self._by_name.get(adapter.name)
         if there is not None and there.fingerprint == adapter.fingerprint:
@@ -121,6 +125,9 @@ class AdapterTable:
         if there is None and len(self._by_name) >= MAX_ADAPTERS:
             what = f"{MAX_ADAPTERS} adapters are known at this worker; unload some"
             raise Overloaded(QuotaViolation("worker.adapters", what), _RETRY_SECONDS)
+        if there is None and share.owns(adapter.name) and sum(map(share.owns, self._by_name)) >= MAX_OWN_ADAPTERS:
+            what = f"{MAX_OWN_ADAPTERS} of its own adapters are known at this worker, the most it may have; unload some"
+            raise RateLimited(QuotaViolation(f"tenant {share.tenant}.adapters", what), _RETRY_SECONDS)
         if there is not None:
             self.remove(adapter.name)
         self._by_name[adapter.name] = adapter
@@ -159,6 +166,7 @@ class AdapterTable:
         self._in_memory[adapter.name] = adapter
         self._touch(adapter)
         self.leave_line(adapter.name)
+        self._sorted = None
         for claim in self._claims.values():
             if claim.share.tenant == share.tenant:
                 claim.turn = now
@@ -176,10 +184,10 @@ class AdapterTable:
         else:
             self._leavers(adapter, share, now)
 
-    def renew(self, name: str, now: float) -> None:
-        """Note that a load is still asked for, while another one is read."""
-        if (claim := self._claims.get(name)) is not None:
-            claim.asked = now
+    def note_read(self, seconds: float) -> None:
+        """Note that an adapter was read for so long: nobody could ask meanwhile, and no load leaves the line for it."""
+        for claim in self._claims.values():
+            claim.asked += seconds
 
     def may_take(self, adapter: Adapter) -> bool:
         """Return whether there is room that nobody waits for."""
@@ -187,7 +195,8 @@ class AdapterTable:
 
     def leave_line(self, name: str) -> None:
         """Let a load wait no longer; what closed for it is open again."""
-        self._claims.pop(name, None)
+        if self._claims.pop(name, None) is not None:
+            self._sorted = None
         for each in self._in_memory.values():
             if each.closed_for == name:
                 each.closed_for = ""
@@ -198,14 +207,16 @@ class AdapterTable:
         check_bytes(adapter, share)
         claim = self._claim(adapter, share, now)
         own = [each for each in self._held() if share.owns(each.name) and each is not adapter]
+        leaving = sum(each.num_bytes for each in self._leaving if share.owns(each.name))
         bounded = share.max_bytes and share.owns(adapter.name)
-        over = sum(each.num_bytes for each in own) + adapter.num_bytes - share.max_bytes if bounded else 0
+        over = sum(each.num_bytes for each in own) + leaving + adapter.num_bytes - share.max_bytes if bounded else 0
         left = _first(own, over, claim)
         if sum(each.num_bytes for each in left) < over:
             self._close_one(claim, own, now)
             in_use = sum(each.num_bytes for each in own if each.users)
-            what = f"its adapters in use take {in_use} bytes of a worker's memory, and adapter {adapter.name!r}"
-            what = f"{what} {adapter.num_bytes}; at most {share.max_bytes}{self._words_of(claim)}"
+            taken = f"its adapters in use take {in_use + leaving} bytes of a worker's memory"
+            what = f"{taken}, and adapter {adapter.name!r} {adapter.num_bytes}"
+            what = f"{what}; at most {share.max_bytes}{self._words_of(claim)}"
             raise RateLimited(QuotaViolation(f"tenant {share.tenant}.adapter_bytes", what), _RETRY_SECONDS)
         if adapter.weights is not None:  # it has closed for another one, and opens when that is there or has gone
             raise self._full(claim)
@@ -215,8 +226,9 @@ class AdapterTable:
         """Return whom a load drives out: nobody where there is room. Raises Overloaded where others come first."""
         free = self.max_held - self.num_held
         unused = [each for each in self._held() if not each.users]
-        ahead = self._ahead_of(claim)
-        if ahead >= free + len(unused):
+        room = free + len(unused)
+        ahead = self._are_ahead(claim, max(0, room))
+        if ahead >= room:
             self._close_one(claim, self._held(), now)
             raise self._full(claim)
         return [] if free > ahead else [min(unused, key=lambda each: _leaves_before(each, claim))]
@@ -227,6 +239,7 @@ class AdapterTable:
         claim = self._claims.get(adapter.name)
         if claim is None or claim.adapter is not adapter:
             claim = self._claims[adapter.name] = Claim(adapter, share, now, now, now)
+            self._sorted = None
         claim.asked, claim.share = now, share
         return claim
 
@@ -235,19 +248,23 @@ class AdapterTable:
             self.leave_line(name)
 
     def _line(self) -> list[Claim]:
-        return sorted(self._claims.values(), key=lambda each: (each.turn, each.since))
+        if self._sorted is None:
+            self._sorted = sorted(self._claims.values(), key=lambda each: (each.turn, each.since))
+        return self._sorted
 
-    def _ahead_of(self, claim: Claim) -> int:
-        """Return how many loads before one take room: not those that wait for their own tenant, or are still held."""
-        line = self._line()
-        before = line[: line.index(claim)]
-        return sum(each.adapter.weights is None and not self._waits_for_its_own(each) for each in before)
+    def _are_ahead(self, claim: Claim, most: int) -> int:
+        """Return how many loads before one take room, up to `most`: not those that wait for their own tenant, or are
+        still held.
+        """
+        before = itertools.takewhile(lambda each: each is not claim, self._line())
+        taking = (each for each in before if each.adapter.weights is None and not self._waits_for_its_own(each))
+        return sum(1 for _ in itertools.islice(taking, most))
 
     def _waits_for_its_own(self, claim: Claim) -> bool:
         share = claim.share
         if not share.max_bytes or not share.owns(claim.adapter.name):
             return False
-        in_use = sum(each.num_bytes for each in self._held() if each.users and share.owns(each.name))
+        in_use = sum(each.num_bytes for each in self._taking() if each.users and share.owns(each.name))
         return in_use + claim.adapter.num_bytes > share.max_bytes
 
     def _close_one(self, claim: Claim, among: Iterable[Adapter], now: float) -> None:
@@ -256,7 +273,7 @@ class AdapterTable:
         if now - claim.since < TURN_S or any(each.closed_for == name for each in self._held()):
             return
         holds = dict[str, int]()
-        for each in self._held():
+        for each in self._taking():
             claimed = self._claims.get(each.closed_for)
             of = each.tenant if claimed is None else claimed.share.tenant
             holds[of] = holds.get(of, 0) + 1
@@ -312,6 +329,10 @@ class AdapterTable:
     def _held(self) -> list[Adapter]:
         """Return those in memory that have a name."""
         return [*self._in_memory.values()]
+
+    def _taking(self) -> list[Adapter]:
+        """Return all that take memory: those in memory that have a name, and those about to leave."""
+        return [*self._in_memory.values(), *self._leaving]
 
     def _touch(self, adapter: Adapter) -> None:
         self._uses += 1

@@ -296,6 +296,26 @@ async def test_routers_are_told_that_one_closes_for_a_load_that_waits_and_that_i
     assert folders.reads == ["a", "b"]
 
 
+async def test_a_load_keeps_its_place_while_another_adapter_is_read_for_long(tmp_path: Path) -> None:
+    folders = Folders()
+    folders.contents, store = {"a": CONTENT, "b": "2", "slow": "3"}, opened(folders, tmp_path, most=1)
+    for name in "ab":
+        await store.load(AdapterRef(name, ""), name)
+    store.use(store.find("b", "2"))
+    with pytest.raises(Overloaded):
+        await store.load(AdapterRef("a", CONTENT))
+    folders.go_on.clear()
+    folders.begun.clear()
+    slow = asyncio.create_task(store.load(AdapterRef("slow", ""), "slow"))
+    await asyncio.to_thread(folders.begun.wait, 60)
+    folders.clock.advance(CLAIM_S + 1)
+    folders.go_on.set()
+    await slow
+    with pytest.raises(Overloaded):
+        await store.load(AdapterRef("a", CONTENT))
+    assert known(store)["b"] is False, "it closes for the load that has waited since before"
+
+
 async def test_a_tenants_folder_is_all_that_it_loads_from(tmp_path: Path) -> None:
     folders = Folders()
     folders.contents, store = {"a": CONTENT}, opened(folders, tmp_path)

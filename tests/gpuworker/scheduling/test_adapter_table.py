@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.contracts.adapters import AdapterShare
 from common.contracts.errors import NotFound, Overloaded, PermissionDenied, QuireError, RateLimited, Unavailable
-from common.contracts.limits import MAX_ADAPTERS
+from common.contracts.limits import MAX_ADAPTERS, MAX_OWN_ADAPTERS
 from gpuworker.scheduling.adapter_table import CLAIM_S, TURN_S, Adapter, AdapterTable
 
 
@@ -274,6 +274,51 @@ def test_a_tenant_over_its_bytes_waits_and_holds_off_nobody() -> None:
     assert line.closed() == {"a1": "a3"}
     line.end("a1")
     assert line.ask("a3", max_bytes=250) == "there, a1 left"
+
+
+def test_contents_that_were_replaced_or_removed_count_for_their_tenant_until_they_are_unused() -> None:
+    line, share = Line(4), AdapterShare("a", ("a*",), 200)
+
+    def used(content: str) -> Adapter:
+        found = line.table.add(adapter("a1", content))
+        line.table.fill(found, object(), share, line.now)
+        line.table.use(found)
+        return found
+
+    first, _ = used("1"), used("2")
+    line.table.remove("a1")
+    new = line.table.add(adapter("a1", "3"))
+    words = "its adapters in use take 200 bytes of a worker's memory, and adapter 'a1' 100; at most 200"
+    with pytest.raises(RateLimited, match=words):
+        line.table.fill(new, object(), share, line.now)
+    assert line.ask("b1") == "there", "it waits for its own tenant, and holds off nobody"
+    line.table.release(first)
+    assert line.table.fill(new, object(), share, line.now) == []
+    line.table.check_invariants()
+
+
+def test_a_tenant_whose_contents_are_about_to_leave_holds_them_still() -> None:
+    line = Line(4)
+    for name in ("a1", "a2", "a3", "b1"):
+        line.ask(name)
+        line.use(name)
+    for name in ("a1", "a2", "a3"):
+        line.table.remove(name)
+    line.ask("a4")
+    line.now = TURN_S
+    assert "all 4 adapters in memory are in use" in line.ask("a4")
+    assert line.closed() == {}, "b has one, and a would have four"
+
+
+def test_one_tenant_has_a_part_of_the_names() -> None:
+    table, share = AdapterTable(1), AdapterShare("a", ("a*",))
+    for number in range(MAX_OWN_ADAPTERS):
+        table.add(adapter(f"a{number}"), share)
+    with pytest.raises(RateLimited, match=r"256 of its own adapters are known.*unload some"):
+        table.add(adapter("a-more"), share)
+    table.add(adapter("a7", "2"), share)  # another content of a name that there is
+    table.add(adapter("b"), share)
+    table.add(adapter("b1"), AdapterShare("b", ("b*",)))
 
 
 def test_an_adapter_larger_than_its_tenant_may_have_is_refused_at_once() -> None:
