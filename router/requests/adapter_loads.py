@@ -12,10 +12,13 @@ from typing import Any, Final
 
 from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
 from common.contracts.errors import DeadlineExceeded, Overloaded, QuireError, QuotaViolation
+from common.contracts.limits import MAX_ADAPTER_LOADS
 from router.workers.client import WorkerClient
 
 # Pauses between two attempts while all adapters in a worker's memory are in use.
 _PAUSE_S: Final = 0.05
+# The longest one, where so many loads wait that a router asks each of them more rarely: less than CLAIM_S of a worker.
+_LONGEST_PAUSE_S: Final = 1.0
 PATIENCE_S: Final = 60.0
 """Seconds that a request waits for an adapter that finds no room."""
 
@@ -130,9 +133,13 @@ class AdapterLoads:
             except Overloaded as refused:
                 load.found_no_room(refused, self._now(), self._patience)
             if load.waiting:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(self._pause())
             if not load.waiting:  # whoever comes next begins another one
                 return self._forget((client, wanted), load)
+
+    def _pause(self) -> float:
+        """Return the seconds until a load is tried again: all loads together are tried so often a second at most."""
+        return min(_LONGEST_PAUSE_S, _PAUSE_S * max(1.0, len(self._running) / MAX_ADAPTER_LOADS))
 
     def _ended(self, key: tuple[WorkerClient, AdapterRef], load: _Load, done: asyncio.Task[None]) -> None:
         self._forget(key, load)

@@ -11,6 +11,7 @@ import pytest
 from common.contracts.adapters import NOBODYS, AdapterRef, AdapterShare
 from common.contracts.clock import ManualClock
 from common.contracts.errors import DeadlineExceeded, NotFound, Overloaded, QuotaViolation, RateLimited
+from gpuworker.scheduling.adapter_table import CLAIM_S
 from router.requests.adapter_loads import AdapterLoads
 from router.workers.client import WorkerClient
 
@@ -161,3 +162,11 @@ async def test_a_deadline_that_has_passed_is_no_wait() -> None:
     waiting, _ = begin(loads, client, deadline=clock.monotonic())
     with pytest.raises(DeadlineExceeded, match="while adapter sql was loaded"):
         await waiting
+
+
+async def test_the_more_loads_wait_the_more_rarely_each_is_tried_and_none_leaves_its_line() -> None:
+    loads = AdapterLoads(ManualClock().monotonic)
+    for waiting, pause in ((0, 0.05), (64, 0.05), (256, 0.2), (1024, 0.8), (100_000, 1.0)):
+        loads._running = dict.fromkeys(range(waiting))  # type: ignore[arg-type, assignment]
+        assert loads._pause() == pytest.approx(pause)
+        assert loads._pause() < CLAIM_S
