@@ -10,7 +10,8 @@ bytes, big-endian, as vLLM makes its own.
 
 The engine's thread puts changes into a bounded queue and never waits. While the queue is full it keeps them, and what
 comes and goes meanwhile is never told. One thread packs, sends and answers. A subscriber that does not read loses
-batches, and sees that by their numbers. What is not kept any more is answered by everything that is cached now.
+batches, and sees that by their numbers. What is not kept any more is answered by everything that was cached once, and
+by the batches since then.
 """
 
 from __future__ import annotations
@@ -187,8 +188,11 @@ class KvEventPublisher:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._counts = KvEventCounts()
-        self._buffer: deque[tuple[int, bytes]] = deque()
+        # A batch is one piece of memory for all subscribers: one that never reads takes little more.
+        self._buffer: deque[tuple[int, zmq.Frame]] = deque()
         self._buffer_bytes = 0
+        # All that was cached once the batch of a number was published.
+        self._whole: tuple[int, zmq.Frame] | None = None
         self._next = 0
         # What a subscriber knows that has read everything.
         self._stored: dict[tuple[Medium, int, BlockHash], Stored] = {}
@@ -288,7 +292,7 @@ class KvEventPublisher:
                     del self._stored[change[:]]
                 case Cleared():
                     self._stored.clear()
-        number, batch = self._next, pack_batch(changes, self._form, time.time())
+        number, batch = self._next, self._pack(changes)
         self._next += 1
         self._buffer.append((number, batch))
         self._buffer_bytes += len(batch)
@@ -297,41 +301,54 @@ class KvEventPublisher:
         self._counts = self._counts.more(batches=1, changes=len(changes))
         self._send((self.topic.encode(), number.to_bytes(8, "big"), batch))
 
-    def _send(self, frames: Sequence[bytes]) -> None:
+    def _pack(self, changes: Iterable[Change]) -> zmq.Frame:
+        return zmq.Frame(pack_batch(changes, self._form, time.time()), copy=False)
+
+    def _send(self, frames: Sequence[bytes | zmq.Frame]) -> None:
         """Send to all whose queues have room. Count when one is full: its subscriber misses this batch, and others
         until it reads again.
         """
         try:
-            self._pub.send_multipart(frames, zmq.DONTWAIT)
+            self._pub.send_multipart(frames, zmq.DONTWAIT, copy=False)
         except zmq.Again:
             self._counts = self._counts.more(overruns=1)
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-            self._pub.send_multipart(frames, zmq.DONTWAIT)
+            self._pub.send_multipart(frames, zmq.DONTWAIT, copy=False)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _answer(self) -> None:
         """Answer one request for a replay."""
         asker, *rest = self._replay.recv_multipart()
         first = int.from_bytes(rest[1], "big") if len(rest) == 2 and not rest[0] and len(rest[1]) == 8 else None
-        batches: Iterable[tuple[int, bytes]] = ()
+        batches: Sequence[tuple[int, zmq.Frame]] = ()
         if first is None:
             if (held_back := self._strange.next()) is not None:
                 what = "a request for a replay is not 8 bytes behind an empty frame, and nothing is replayed"
                 log.warning("%s; %d more such lines were held back", what, held_back)
         elif self._buffer and first < self._buffer[0][0]:
-            batches = [(self._next - 1, pack_batch((Cleared(), *self._stored.values()), self._form, time.time()))]
+            batches = self._everything()
         else:
             batches = [each for each in self._buffer if each[0] >= first]
         self._counts = self._counts.more(replays=1)
         topic = self.topic.encode()
         try:
             for number, batch in batches:
-                self._replay.send_multipart((asker, b"", topic, number.to_bytes(8, "big"), batch), zmq.DONTWAIT)
+                parts = asker, b"", topic, number.to_bytes(8, "big"), batch
+                self._replay.send_multipart(parts, zmq.DONTWAIT, copy=False)
             self._replay.send_multipart((asker, b"", b"", END_SEQ, b""), zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
             self._counts = self._counts.more(overruns=1)  # it asked again without reading, or has gone
+
+    def _everything(self) -> list[tuple[int, zmq.Frame]]:
+        """Return batches after which a subscriber knows all that is cached: what was once, and what came since.
+
+        Subscribers share the first one for as long as the buffer goes on behind it.
+        """
+        if self._whole is None or self._whole[0] + 1 < self._buffer[0][0]:
+            self._whole = self._next - 1, self._pack((Cleared(), *self._stored.values()))
+        return [self._whole, *(each for each in self._buffer if each[0] > self._whole[0])]
 
 
 def _reachable(endpoint: str, address: str) -> str:

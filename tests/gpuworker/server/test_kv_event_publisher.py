@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,6 +20,7 @@ from common.contracts.errors import InvalidConfig
 from common.contracts.transfers import Medium
 from common.contracts.types import BlockHash
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.engine.ports import KvEventCounts
 from gpuworker.main import open_kv_events
 from gpuworker.scheduling.kv_events import CacheLabel, Change, Cleared, EventForm, Origin, Removed, Stored
 from gpuworker.server import kv_event_publisher
@@ -254,6 +258,67 @@ def test_who_asks_again_without_reading_gets_a_bounded_answer() -> None:
         wait_until(publisher.counts, lambda counts: counts.overruns > 0)
         context.destroy(0)
         assert len(subscriber.replay(subscriber.last)) == 1
+
+
+def test_what_is_cached_is_packed_once_for_all_who_come_late() -> None:
+    packed = list[tuple[Change, ...]]()
+
+    def pack(changes: Iterable[Change], form: EventForm, now: float) -> bytes:
+        packed.append(tuple(changes))
+        return pack_batch(packed[-1], form, now)
+
+    with publishing(BUFFER_STEPS=2) as (publisher, subscriber), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_event_publisher, "pack_batch", pack)
+
+        def publish(*changes: Change) -> int:
+            for change in changes:
+                publisher.publish([change])
+                subscriber.read()
+            return subscriber.last
+
+        number = publish(stored(1), stored(2, 1), removed(2))
+        assert [each for each, _ in subscriber.replay(0)] == [number]
+        publish(stored(3, 1), stored(4, 3))
+        assert [each for each, _ in subscriber.replay(0)] == [number, number + 1, number + 2]
+        with KvSubscriber(publisher.endpoint, publisher.replay_endpoint) as late:
+            late.catch_up()
+            assert (
+                late.known
+                == subscriber.known
+                == {("GPU", 0, 1): (1, 101), ("GPU", 0, 3): (3, 103)} | {("GPU", 0, 4): (4, 104)}
+            )
+        publish(removed(4))  # the buffer does not go on behind the first one any more
+        assert [each for each, _ in subscriber.replay(0)] == [number + 3]
+        assert sum(each[0] == Cleared() for each in packed) == 2
+
+
+def _has_answered(before: int, counts: KvEventCounts) -> bool:
+    return counts.replays > before
+
+
+def test_subscribers_that_ask_and_never_read_share_the_memory_of_what_they_are_sent() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def pack(changes: Iterable[Change], form: EventForm, now: float) -> bytes:
+        return bytes(megabyte - 1) + b"x"
+
+    megabyte, askers = 1 << 20, 8
+    with publishing() as (publisher, subscriber), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_event_publisher, "pack_batch", pack)
+        for _ in range(32):
+            publisher.publish([Cleared()])
+            subscriber.sub.recv_multipart()
+        replays, before, context = publisher.counts().replays, resident(), zmq.Context()
+        all_of_them = [context.socket(zmq.DEALER) for _ in range(askers)]
+        for number, never in enumerate(all_of_them):
+            never.setsockopt(zmq.RCVHWM, 1)
+            never.setsockopt(zmq.RCVBUF, 4096)
+            never.connect(publisher.replay_endpoint)
+            never.send_multipart([b"", (subscriber.last + 1).to_bytes(8, "big")])
+            wait_until(publisher.counts, partial(_has_answered, replays + number))
+        assert resident() - before < askers * 32 * megabyte // 4
+        context.destroy(0)
 
 
 def test_a_subscriber_that_never_reads_misses_batches_and_others_do_not() -> None:
