@@ -34,6 +34,10 @@ QUIET_S = 0.5
 ALONE_S = 1.0
 # Where Redis is slow: between an answer and the next call.
 _LEAST_PAUSE_S: Final = 0.001
+# Bytes of notices that are taken at once: other work of the event loop goes between.
+_AT_ONCE_BYTES: Final = 1 << 16
+# Times what an answer took to be heard, none is asked for: whoever floods the stream gets a part of this process alone.
+_REST: Final = 4
 # Seconds without news until a router is quiet.
 _NEWS_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
@@ -94,6 +98,8 @@ class LoadSharing:
         self._namespace, self._last = "", b"0-0"
         self._news_at = self._logged_at = float("-inf")
         self._refused = 0
+        # Seconds that the last answer took to be heard.
+        self._heard_s = 0.0
         self._stirred = asyncio.Event()
         shared.on_change = self._stirred.set
 
@@ -104,7 +110,8 @@ class LoadSharing:
             self._stirred.clear()
             await self.exchange()
             if (pause := self.pause()) == EXCHANGE_S:
-                await asyncio.sleep(max(_LEAST_PAUSE_S, began + pause - self._clock.monotonic()))
+                least = max(_LEAST_PAUSE_S, _REST * self._heard_s)
+                await asyncio.sleep(max(least, began + pause - self._clock.monotonic()))
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick(self._clock.monotonic(), pause)):
@@ -119,6 +126,7 @@ class LoadSharing:
 
     async def exchange(self) -> None:
         """Tell and hear once. Whatever Redis does, what others told before expires in time."""
+        self._heard_s = 0.0
         now, identity = self._clock.monotonic(), self._pool.identity
         self._shared.expire(now)
         notice = self._shared.tell(now)
@@ -140,8 +148,7 @@ class LoadSharing:
         if notice is not None:
             self._count("sent")
             self._news_at = now if notice.workers else self._news_at
-        for each in values:
-            self._hear(each)
+        await self._hear_all(values)
 
     async def _call(self, value: bytes) -> list[bytes]:
         key = load_key(self._namespace)
@@ -154,6 +161,17 @@ class LoadSharing:
             log.warning(what, extra={"reason": str(error) or "timeout"})
         self._breaker.failed(now)
         self._count("failed")
+
+    async def _hear_all(self, values: list[bytes]) -> None:
+        began, since = self._clock.monotonic(), 0
+        for value in values:
+            if since > _AT_ONCE_BYTES:
+                self._heard_s += self._clock.monotonic() - began
+                await asyncio.sleep(0)
+                began, since = self._clock.monotonic(), 0
+            self._hear(value)
+            since += len(value)
+        self._heard_s += self._clock.monotonic() - began
 
     def _hear(self, value: bytes) -> None:
         now = self._clock.monotonic()

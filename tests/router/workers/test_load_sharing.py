@@ -184,6 +184,35 @@ async def test_an_answer_is_bounded(sides: tuple[Side, Side], redis_client: Redi
     assert second.outcomes["refused"] == 2 * most  # it goes on behind those that it has read
 
 
+async def test_other_work_goes_on_while_many_notices_are_heard(
+    sides: tuple[Side, Side], redis_client: Redis, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = sides
+    entries = {worker_key(f"w{number}", b"i"): Told(1, 1) for number in range(128)}
+    for number in range(200):
+        await redis_client.xadd(STREAM, {"n": pack_notice(Notice(b"f" * 8, number, True, entries), KEY)})
+    turns, hear = [0], second.shared.hear
+    loop, handles = asyncio.get_running_loop(), list[asyncio.Handle]()
+
+    def other_work() -> None:
+        turns.append(0)
+        handles.append(loop.call_soon(other_work))
+
+    def heard(notice: Notice, now: float) -> bool:
+        turns[-1] += 1
+        clock.advance(0.001)
+        return hear(notice, now)
+
+    monkeypatch.setattr(second.shared, "hear", heard)
+    other_work()
+    await second.sharing.exchange()
+    handles[-1].cancel()
+    assert second.outcomes["taken"] == 200
+    assert sum(turns) == 201  # its own one too
+    assert max(turns) <= 1 + (1 << 16) // len(pack_notice(Notice(b"f" * 8, 1, True, entries), KEY)) + 1
+    assert second.sharing._heard_s == pytest.approx(0.201)
+
+
 async def test_redis_keeps_few_notices_for_a_minute(sides: tuple[Side, Side], redis_client: Redis) -> None:
     first, _ = sides
     async with redis_client.pipeline(transaction=False) as pipe:
