@@ -64,7 +64,12 @@ class StoreGate:
             self.open, self._lost, self._passed = False, 0, 0
 
     def note_declined(self, images: int) -> None:
-        """Note that so many pages were not stored; after the last one of the penance further ones are again."""
+        """Note that so many pages were not stored; after the last one of the penance further ones are again.
+
+        Those that were not stored for another reason, while the gate is open, count nothing.
+        """
+        if self.open:
+            return
         self._passed += images
         if self._passed >= self._penance * self._window:
             self.open, self._penance = True, min(_LONGEST_PENANCE, 2 * self._penance)

@@ -83,6 +83,15 @@ def test_pages_of_a_load_count_as_copies_and_its_places_as_what_it_spares() -> N
     assert not gate.open
 
 
+def test_what_is_left_out_while_the_gate_is_open_makes_no_penance_longer() -> None:
+    gate = gate_of()
+    decline(gate, 100)  # loads did not pay meanwhile, and this gate was asked nothing
+    store(gate, 2)
+    assert not gate.open
+    decline(gate, 4)
+    assert gate.open
+
+
 def test_a_small_tier_is_watched_for_a_thousand_stores() -> None:
     gate = StoreGate(8)
     for _ in range(2 * 1024 - 1):
