@@ -122,9 +122,12 @@ def _parse(path: Path, lines: Iterable[str], most: int | None) -> Trace:
         if head["quire_trace"] != VERSION:
             raise _wrong(path, f"has version {head['quire_trace']!r}; this quire reads version {VERSION}", 1)
         size = _number(path, number, head, "block_size", 1, 1 << 16)
+        suite = {} if head.get("suite") is None else head["suite"]
+        if not isinstance(suite, dict):
+            raise _wrong(path, f"suite is {shown(suite)}; expected an object, as `quire record` writes it", number)
         arrivals = (_read_line(path, at, _object(path, at, text)) for at, text in numbered)
         # Requests end in another order than they came in.
-        return replace(_collected(path, arrivals, most, size), suite=head.get("suite") or {}, late_lines=0)
+        return replace(_collected(path, arrivals, most, size), suite=suite, late_lines=0)
     others = (_mooncake_line(path, at, _object(path, at, text)) for at, text in numbered)
     return _collected(path, itertools.chain([_mooncake_line(path, number, head)], others), most, MOONCAKE_BLOCK)
 

@@ -70,6 +70,8 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
         (("{",), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
         (("[" * 100_000,), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
         (('{"quire_trace": 9}',), "has version 9; this quire reads version 1"),
+        (('{"quire_trace": 1, "block_size": 16, "suite": 5}',), "line 1: suite is 5; expected an object"),
+        (('{"quire_trace": 1, "block_size": 16, "suite": [1]}',), "line 1: suite is [1]; expected an object"),
         (('{"quire_trace": 1, "block_size": 0}',), "log, line 1: block_size is 0; expected 1 to 65536"),
         (('{"quire_trace": 1, "block_size": 16}',), "has no request; record one while requests arrive"),
         (('{"quire_trace": 1, "block_size": 16}', '{"at": 0, "prompt": 0, "output": 1}'), "line 2: prompt is 0"),
