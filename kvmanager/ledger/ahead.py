@@ -37,6 +37,7 @@ LINK_SHARE: Final = 0.1
 """The most of the time that parts may take."""
 
 DRAINS: Final = "the worker drains"
+NO_GAIN: Final = "to load a block from its host memory takes longer than to compute it"
 _NOTHING_THERE: Final = "neither its disk nor another worker has the next block"
 _NO_DEEPER: Final = "with what its disk or another worker has, no prompt could go on from a deeper block"
 _EVERYTHING: Final = 1 << 30, 1 << 30
@@ -73,11 +74,9 @@ def _bound_wish(state: LedgerState, wish: Wish) -> None:
 
 def _answer_of(state: LedgerState, hashes: Items[BlockHash]) -> Answer:
     tier, wanted = state.store.tier, len(hashes)
-    if tier is None or state.worker.draining:
+    if tier is None or (unfit := _why_unfit(state)):
         what = "the worker keeps nothing in host memory; expected one that has --host-memory"
-        return Answer(
-            Outcome.REFUSED, 0, 0, what if tier is None else f"{DRAINS}; expected one that takes new requests"
-        )
+        return Answer(Outcome.REFUSED, 0, 0, what if tier is None else unfit)
     there = transfers.count_resumable(state, hashes)
     if there == wanted or state.ahead.find_wish(hashes) is not None:
         why = "all of it is there" if there == wanted else "it is on its way already"
@@ -88,6 +87,13 @@ def _answer_of(state: LedgerState, hashes: Items[BlockHash]) -> Answer:
     if state.config.groups:
         return _answer_in_groups(state, hashes, there, room)
     return _answer_by_run(state, hashes, there, room)
+
+
+def _why_unfit(state: LedgerState) -> str:
+    """Return why nothing is to come to a worker that has host memory; "" where something may."""
+    if state.worker.draining:
+        return f"{DRAINS}; expected one that takes new requests"
+    return "" if state.store.loads else f"{NO_GAIN}; expected one where that pays"
 
 
 def _answer_by_run(state: LedgerState, hashes: Items[BlockHash], there: int, room: int) -> Answer:

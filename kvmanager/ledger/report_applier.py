@@ -35,6 +35,8 @@ def apply_report(state: LedgerState, report: Report) -> None:
         ahead.end_wishes(state, ahead.DRAINS)
     if report.transfer_costs is not None:
         transfers.note_costs(state, report.transfer_costs)
+        if not state.store.loads:
+            ahead.end_wishes(state, ahead.NO_GAIN)
     if report.stalled is not None:
         note_stalled(state, report.stalled)
     state.worker.lease_want = report.lease_want

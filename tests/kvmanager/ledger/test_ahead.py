@@ -11,7 +11,7 @@ import pytest
 from common.contracts.clock import ManualClock
 from common.contracts.hashing import key_of
 from common.contracts.lease import AHEAD_REASON, CachedBlock, GrantBatch, Inventory
-from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferEnd
+from common.contracts.transfers import FROM_PEER, Medium, PeerSource, Transfer, TransferCosts, TransferEnd
 from common.contracts.types import BlockHash, BlockId, DecisionKind, FrameId, KvGroup, KvGroupKind
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.ports import Reach
@@ -446,6 +446,24 @@ def test_records_say_who_asked_what_was_there_and_what_came() -> None:
             {"blocks": 4.0, "came": 4.0, "seconds": 0.5},
         ),
     ]
+
+
+def test_where_loads_do_not_pay_nothing_comes_ahead_of_need_until_they_do() -> None:
+    made = Made()
+    _, moves = made.wish(KEYS[:5])
+    made.records()
+    cheap, dear = (TransferCosts(compute=0.010, read=0.0, copy=copy) for copy in (0.002, 0.020))
+    assert ordered(play(made.ledger, transfer_costs=dear)) == []
+    words = "to load a block from its host memory takes longer than to compute it"
+    assert [(chosen, reasons[1]) for chosen, reasons, _ in made.records()] == [
+        ("prefetch: 0 of 5 blocks came", words),
+    ]
+    assert made.end(moves) == []
+    refused = (Outcome.REFUSED, 0, 0, f"{words}; expected one where that pays")
+    assert made.wish(KEYS[:5]) == (refused, [])
+    play(made.ledger, transfer_costs=cheap)
+    answer, _ = made.wish(KEYS[:5])
+    assert (answer.outcome, answer.there) == (Outcome.ACCEPTED, len(moves))
 
 
 def test_a_worker_that_drains_gets_nothing_more_and_what_is_on_its_way_comes() -> None:
