@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from common.contracts.adapters import NAME_WORDS, AdapterRef, AdapterShare, is_adapter_name
-from common.contracts.errors import FieldViolation, InvalidRequest, NotFound, QuireError, Unavailable
+from common.contracts.errors import (
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    QuireError,
+    QuotaViolation,
+    RateLimited,
+    Unavailable,
+)
 from router.placement.adapters import WorkerAdapter
 from router.tenants.tenancy import Tenant
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
 
 OPERATOR: Final = Tenant(admin=True)
+_RETRY_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +56,15 @@ class PoolAdapters:
     def __init__(self, pool: WorkerPool, reserved: tuple[str, ...]) -> None:
         """`reserved` are the names of the base."""
         self._pool, self._reserved = pool, reserved
+        # Tenants whose load is under way: workers read one adapter after the other.
+        self._loading = set[str]()
 
     async def load_adapter(self, name: str, path: str, by: Tenant = OPERATOR) -> list[AdapterAtWorker]:
         """Have every worker load the adapter in a folder, and call it so from now on; return what each has then.
 
         A name that is in use gets the new content. Raises InvalidRequest for a name that no adapter may have,
-        PermissionDenied for one that the tenant may not change, Unavailable without a worker, and the first worker's
-        reason where none could load it.
+        PermissionDenied for one that the tenant may not change, RateLimited where another load of a tenant who is no
+        operator is under way, Unavailable without a worker, and the first worker's reason where none could load it.
         """
         if not is_adapter_name(name):
             raise InvalidRequest(FieldViolation("lora_name", f"is {name[:64]!r}; expected {NAME_WORDS}"))
@@ -61,12 +73,27 @@ class PoolAdapters:
         if not path:
             raise InvalidRequest(FieldViolation("lora_path", "is empty; expected a folder below --lora-dir"))
         folder, share = by.check_change(name), self._pool.adapter_share(name, by.name)
-        failed = await self._tell(lambda client: client.load_adapter(AdapterRef(name, ""), path, share, folder))
+        with self._one_load_of(by):
+            failed = await self._tell(lambda client: client.load_adapter(AdapterRef(name, ""), path, share, folder))
         found = self.list_adapters().get(name, [])
         loaded = [each for each in found if each.worker_id not in failed]
         if not loaded and failed:
             raise next(iter(failed.values()))
         return loaded + [AdapterAtWorker(worker, error=str(error)) for worker, error in failed.items()]
+
+    @contextmanager
+    def _one_load_of(self, by: Tenant) -> Iterator[None]:
+        if by.admin:
+            yield
+            return
+        if by.name in self._loading:
+            what = "a load of one of its adapters is under way; one at a time: wait for its answer"
+            raise RateLimited(QuotaViolation(f"tenant {by.name}.adapter_loads", what), _RETRY_SECONDS)
+        self._loading.add(by.name)
+        try:
+            yield
+        finally:
+            self._loading.discard(by.name)
 
     async def unload_adapter(self, name: str, by: Tenant = OPERATOR) -> None:
         """Have every worker forget an adapter.
