@@ -185,15 +185,18 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._ready() and self._serves(request.name, request.version))
+        """Return whether a model is served. Where callers have keys, an adapter is for those who may use it alone."""
+        ready = self._ready() and self._serves(request.name, request.version)
+        if request.name not in self._card.names:
+            ready = self._calls.caller(context).tenant.may_use_adapter(request.name) and ready
+        return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="quire", version=quire_version(), extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """Return the model's tensors. NOT_FOUND for another model."""
-        self._calls.caller(context)
-        self._check_model(request.name, request.version)
+        self._check_asked(request, context)
         return pb.ModelMetadataResponse(
             name=self._card.name,
             versions=[VERSION],
@@ -204,8 +207,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """Return how to call the model. NOT_FOUND for another one."""
-        self._calls.caller(context)
-        self._check_model(request.name, request.version)
+        self._check_asked(request, context)
         config = pb.ModelConfig(
             name=self._card.name,
             platform=_PLATFORM,
@@ -265,6 +267,13 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
     def _serves(self, name: str, version: str) -> bool:
         served = name in self._card.names or self._adapters.find_adapter(name) is not None
         return served and version in ("", VERSION)
+
+    def _check_asked(self, request: pb.ModelMetadataRequest | pb.ModelConfigRequest, context: Context) -> None:
+        """Raise ModelNotFound for a model that is not served, PermissionDenied for an adapter of others."""
+        tenant = self._calls.caller(context).tenant
+        self._check_model(request.name, request.version)
+        if request.name not in self._card.names:
+            tenant.check_adapter(request.name)
 
     def _check_model(self, name: str, version: str) -> None:
         if not self._serves(name, version):

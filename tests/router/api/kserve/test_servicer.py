@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,11 +15,14 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common.contracts.errors import DeadlineExceeded
+from common.contracts.adapters import AdapterRef, AdapterShare
+from common.contracts.errors import DeadlineExceeded, PermissionDenied, Unauthenticated
 from common.contracts.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.api.kserve.servicer import KSERVE_SERVICE
+from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
+from router.contracts.ports import NoAdapters
 from router.contracts.session_ids import session_name
+from router.tenants.tenancy import AdapterOwners, Caller, Tenant
 from tests.support.router.fake_frontend import TRACE_ID, Step, admitted, finished, tokens
 from tests.support.router.kserve_harness import ARRIVED, PATIENCE_S, Api, served_api, two_sequences
 from tests.support.router.kserve_messages import infer, is_final, outputs_of
@@ -66,6 +70,44 @@ async def test_nothing_is_ready_while_the_router_is_not(api: Api) -> None:
 @pytest.mark.parametrize(("name", "version"), [("other", ""), ("demo", "2"), ("", "")])
 async def test_another_model_is_not_ready(api: Api, name: str, version: str) -> None:
     assert not (await api.stub.ModelReady(pb.ModelReadyRequest(name=name, version=version))).ready
+
+
+class OwnAdapter(NoAdapters):
+    """The tenant acme has one adapter of its own."""
+
+    owners = AdapterOwners([AdapterShare("acme", ("acme-*",))])
+
+    def find_adapter(self, name: str) -> AdapterRef | None:
+        return AdapterRef(name, "a" * 64) if name == "acme-sql" else None
+
+    def caller(self, context: object) -> Caller:
+        if context is None:
+            raise Unauthenticated("a key is missing")
+        return Caller(Tenant(str(context), owners=self.owners))
+
+
+async def test_an_adapter_of_a_tenants_own_is_shown_to_that_tenant_alone(api: Api) -> None:
+    adapters = OwnAdapter()
+    validator, card = cast("Any", None), cast("Any", SimpleNamespace(name="demo", names=("demo",)))
+    service = KserveServicer(api.frontend, validator, card, lambda: True, cast("Any", adapters), adapters)
+
+    async def is_ready(name: str, context: Any) -> bool:
+        return (await service.ModelReady(pb.ModelReadyRequest(name=name), context)).ready
+
+    own, other, stranger = cast("Any", "acme"), cast("Any", "other"), cast("Any", None)
+    assert await is_ready("demo", stranger)  # a probe has no key
+    assert await is_ready("acme-sql", own)
+    assert not await is_ready("acme-sql", other)
+    for name in ("acme-sql", "unknown"):
+        with pytest.raises(Unauthenticated):
+            await is_ready(name, stranger)
+    metadata, config = pb.ModelMetadataRequest(name="acme-sql"), pb.ModelConfigRequest(name="acme-sql")
+    await service.ModelMetadata(metadata, own)
+    await service.ModelConfig(config, own)
+    with pytest.raises(PermissionDenied, match="tenant other may not use model 'acme-sql'"):
+        await service.ModelMetadata(metadata, other)
+    with pytest.raises(PermissionDenied):
+        await service.ModelConfig(config, other)
 
 
 async def test_the_metadata_have_every_tensor(api: Api) -> None:
