@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from common.backoff import Backoff
@@ -29,7 +29,7 @@ from common.contracts.errors import (
     Unavailable,
 )
 from common.contracts.hashing import narrowed_domain
-from common.contracts.limits import MAX_RESUMES_A_TENANT, MAX_SEQUENCES
+from common.contracts.limits import MAX_RESUMES_A_TENANT, MAX_SEQUENCES, MAX_SESSION_ID_CHARS
 from common.untrusted.ids import ID_WORDS, is_id
 from common.wire.packing import unpack_u32
 from common.wire.retention_codec import tokens_from_proto
@@ -51,7 +51,7 @@ SEARCH_SECONDS: Final = 5.0
 _PAUSES: Final = Backoff(first=0.02, longest=1.0, jitter=0.5)
 _RETRY_S: Final = 1.0
 _MOST_NAMES: Final = 4
-_ALLOWED: Final = ("resume", "traceparent")
+_ALLOWED: Final = ("resume", "traceparent", "session_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class Resumption:
             answers = await self._search(resume.request_id, tenant.name)
         submit, found = answers.submit(), answers.sequences()
         assert submit is not None
-        validated = _validated(submit, found[0].orphan, call, self._clock.monotonic())
+        named = replace(call, session_id=request.session_id or call.session_id)
+        validated = _validated(submit, found[0].orphan, named, self._clock.monotonic())
         counts = tuple(resume.output_tokens_received)
         received = Received(resume.request_id, counts, resume.prompt_logprobs_received, again)
         sequences = tuple([found[index] for index in range(validated.sampling.n)])
@@ -196,6 +197,9 @@ def check_resume(request: pb.GenerateRequest) -> None:
     if len(resume.output_tokens_received) > MAX_SEQUENCES:
         what = f"has {len(resume.output_tokens_received)} entries; expected at most {MAX_SEQUENCES}"
         wrong.append(FieldViolation("resume.output_tokens_received", what))
+    if len(request.session_id) > MAX_SESSION_ID_CHARS:
+        what = f"has {len(request.session_id)} characters; expected at most {MAX_SESSION_ID_CHARS}"
+        wrong.append(FieldViolation("session_id", what))
     for field, _ in request.ListFields():
         if field.name not in _ALLOWED:
             what = "cannot be combined with resume; leave it out: the request continues as it was first sent"

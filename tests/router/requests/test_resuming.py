@@ -23,6 +23,7 @@ from router.answers.text.assembler import OutputText
 from router.contracts.answer_parts import Parser
 from router.contracts.events import Admitted, GenerateEvent, ValidatedRequest
 from router.contracts.ports import CallContext, TextAssembler
+from router.contracts.session_ids import session_name
 from router.requests.resumption import Resumption
 from router.tenants.tenancy import Caller, Tenant
 from router.workers import pool as pool_module
@@ -245,8 +246,12 @@ async def test_records_say_that_the_request_was_moved_and_why() -> None:
         seen = await whole.begun(first, wanted(), 2)
         await whole.dies(first)
         await whole.finish()
-        await resumed(second, resume(len(tokens_of(seen))))
+        asked = resume(len(tokens_of(seen)))
+        asked.session_id = "talk"  # workers are not told of sessions
+        await resumed(second, asked)
         (move,) = second.decisions.find(kind=DecisionKind.MIGRATION)
+        (end,) = second.decisions.find(kind=DecisionKind.OUTCOME)
+        assert end.session == session_name(ANA.owner, "talk")
         assert (move.request_id, move.chosen) == ("r1", "w0")
         assert "router was lost" in move.reasons[0]
         assert dict(move.figures)["received_tokens"] == len(tokens_of(seen))
@@ -441,8 +446,8 @@ async def test_what_stands_beside_resume_is_refused() -> None:
     async with world() as whole:
         router = await whole.router()
         asked = resume(*[0] * 65, request_id="with space")
-        asked.priority = 3
+        asked.priority, asked.session_id = 3, 257 * "x"
         wrong = await refused(router, asked)
         assert isinstance(wrong, InvalidRequest)
         names = [each.field for each in wrong.violations]
-        assert names == ["resume.request_id", "resume.output_tokens_received", "priority"]
+        assert names == ["resume.request_id", "resume.output_tokens_received", "session_id", "priority"]

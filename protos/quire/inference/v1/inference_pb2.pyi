@@ -463,7 +463,9 @@ class GenerateRequest(_message.Message):
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Continue a stream whose router died, at any router of the pool. Of the other fields, traceparent alone may be set."""
+        """Continue a stream whose router died, at any router of the pool. Of the other fields, traceparent and session_id alone
+        may be set.
+        """
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams: ...
