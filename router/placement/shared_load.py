@@ -143,7 +143,10 @@ class WorkerShare:
 
 @dataclass(slots=True)
 class _Router:
-    """Another router: its last notice, when that was heard, and until when it counts as one that has work."""
+    """Another router: its last notice, when that was heard, and until when it counts as one that has work.
+
+    That is work at workers of this router: a pool of other workers may have the same stream.
+    """
 
     number: int
     heard_at: float
@@ -231,7 +234,7 @@ class SharedLoad:
         if notice.whole:
             self._set(other, [(key, NOTHING) for key in other.workers if key not in notice.workers])
         self._set(other, notice.workers.items())
-        if other.workers:
+        if not other.workers.keys().isdisjoint(self._shares):
             other.works_until = now + FORGET_S
         self._divide(now)
         return True

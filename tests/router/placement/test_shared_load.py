@@ -172,11 +172,21 @@ def test_a_router_without_work_has_no_home_after_a_while() -> None:
     assert all(each.home for each in shares)
 
 
+def test_a_router_of_other_workers_has_no_home_here() -> None:
+    shared = SharedLoad(A)
+    shares = [shared.join(f"w{number}", b"i") for number in range(10)]
+    shared.hear(notice(1, whole=True, x0=(1, 0), x1=(1, 0)), 0.0)
+    assert (shared.others, all(each.home for each in shares)) == (1, True)
+    shared.hear(notice(2, w3=(1, 0)), 1.0)
+    assert sum(each.home for each in shares) == 5
+
+
 def test_a_worker_that_joins_gets_a_home_too() -> None:
     routers = [SharedLoad(A), SharedLoad(B)]
+    shares = [[router.join("w0", b"i") for router in routers]]
     for router, other in (routers, routers[::-1]):
         router.hear(Notice(other.router, 1, True, {W0: Told(1, 0)}), 0.0)
-    shares = [[router.join(name, b"i") for router in routers] for name in ("w0", "w1", "w2")]
+    shares += [[router.join(name, b"i") for router in routers] for name in ("w1", "w2")]
     assert [sum(each.home for each in row) for row in shares] == [1, 1, 1]
     routers[0].leave(shares[1][0])
     routers[1].leave(shares[1][1])
