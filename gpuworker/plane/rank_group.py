@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -46,12 +46,13 @@ from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from gpuworker.plane.rank_hosts import Hosts
 from gpuworker.plane.rank_rendezvous import MemberProcess, RemoteMember, Rendezvous, start_bridge
 from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, stood_still_words
-from gpuworker.runner.rank_messages import Agreed, Begin, Ended, Facts, Loaded, Start, received, send
+from gpuworker.runner.rank_messages import Agreed, Begin, Ended, Facts, Loaded, Start, first_received, received, send
 from gpuworker.runner.rank_steps import RankLinks
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 
 _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 5.0
+_END_SEEN_S: Final = 1.0
 _USUAL_SEQS: Final = 64
 _LEAST_KEPT: Final = 64  # rows of the self-test
 _OF_A_HOST: Final = frozenset(
@@ -141,7 +142,9 @@ class RankGroup:
     @property
     def links(self) -> RankLinks:
         if self._links is None:
-            self._links = RankLinks(self.connections, lambda rank, why: self.lose(f"rank {rank} {why}"))
+            self._links = RankLinks(
+                self.connections, lambda rank, why: self.lose(f"rank {rank} {self._how(rank, why)}")
+            )
         return self._links
 
     def await_loaded(self) -> None:
@@ -155,7 +158,7 @@ class RankGroup:
     def begin(self, begin: Begin) -> None:
         """Let all ranks allocate their parts of the pool, and wait until they have."""
         for connection in self.connections.values():
-            send(connection, begin)
+            _tell(connection, begin)
         for rank, connection in self.connections.items():
             answer = self._answer(rank, connection)
             if answer.failure:
@@ -215,11 +218,18 @@ class RankGroup:
             return f"the process that carries parts to other hosts {how}"
         return ""
 
+    def _how(self, rank: int, why: str) -> str:
+        """Return how a rank ended whose connection has: a process closes its files before its end can be seen."""
+        until = time.monotonic() + _END_SEEN_S
+        while not (how := self.members[rank].ended()) and time.monotonic() < until:
+            time.sleep(0.02)
+        return how or why
+
     def _answer(self, rank: int, connection: Connection) -> Loaded:
         try:
             answer = received(connection)
         except (EOFError, OSError, pickle.UnpicklingError):
-            answer = Ended("ended while the worker started")
+            answer = Ended(self._how(rank, "ended while the worker started"))
         if not isinstance(answer, Loaded):
             self.lose(f"rank {rank} {answer.how if isinstance(answer, Ended) else 'said what none says'}")
             raise EngineFailure(self.lost)
@@ -263,8 +273,7 @@ def start_group(
                 members[rank] = RemoteMember(link.dup())
                 connections[rank] = Connection(link.detach())
         for rank, connection in connections.items():
-            with suppress(OSError):  # one that has ended already is named below
-                send(connection, Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
+            _tell(connection, Start(settings.model_dump_json(), rank, size, (sizes.tokens, sizes.kept)))
         _greet(settings, group)
     except InvalidConfig:
         if guests is not None:
@@ -278,9 +287,15 @@ def start_group(
         group.store = meeting.store
         meeting.close()
     for connection in connections.values():
-        send(connection, Agreed())
+        _tell(connection, Agreed())
     threading.Thread(target=group.watch, name="quire-ranks", daemon=True).start()
     return group
+
+
+def _tell(connection: Connection, message: NamedTuple) -> None:
+    """Send; who reads its answer names a rank that has ended."""
+    with suppress(OSError):
+        send(connection, message)
 
 
 def _greet(settings: GpuWorkerSettings, group: RankGroup) -> None:
@@ -288,20 +303,27 @@ def _greet(settings: GpuWorkerSettings, group: RankGroup) -> None:
     until = time.monotonic() + settings.rank_timeout
     for rank, connection in group.connections.items():
         said: Any = None
+        how = f"did not come within {settings.rank_timeout:g} s"
         try:
-            if connection.poll(max(0.0, until - time.monotonic())):
-                said = received(connection)
+            said = first_received(connection, max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            how = (group.members[rank].ended() if rank in group.own else "") or how
         except (EOFError, OSError):
-            pass
+            how = group.members[rank].ended() or "ended"
         except pickle.UnpicklingError as error:
-            said = Ended(f"is not one of this version: {error}")
-        if isinstance(said, Facts):
+            how = f"is not one of this version: {error}"
+        if isinstance(said, Facts) and _are_words(said.by_name):
             found[rank] = said.by_name
             continue
-        how = said.how if isinstance(said, Ended) else group.members[rank].ended()
-        missing.append(f"rank {rank} {how or f'did not come within {settings.rank_timeout:g} s'}")
+        if said is not None:
+            how = str(said.how) if isinstance(said, Ended) else "said what none says"
+        missing.append(f"rank {rank} {how:.200}")
     if missing:
         what = f"{'; '.join(missing)}; its log lines say why, or give it longer"
         raise InvalidConfig(FieldViolation("--rank-timeout", what))
     if differing := differences(own.by_name, found):
         raise InvalidConfig(*(FieldViolation(TENSOR_PARALLEL, f"{each}; start all alike") for each in differing))
+
+
+def _are_words(facts: object) -> bool:
+    return isinstance(facts, dict) and all(isinstance(word, str) for item in facts.items() for word in item)

@@ -55,6 +55,9 @@ class Hosts:
         address = environ.get("MASTER_ADDR", "")
         if not address:
             found.append(FieldViolation("MASTER_ADDR", "is missing; expected the host name or address of rank 0"))
+        elif _version(address) == 6:
+            what = f"is {address}, and ranks meet over IPv4; expected the host name or IPv4 address of rank 0"
+            found.append(FieldViolation("MASTER_ADDR", what))
         if found:
             raise InvalidConfig(*found)
         return cls(
@@ -92,8 +95,13 @@ def _number(environ: Mapping[str, str], name: str, least: int, most: int = 2**31
     raise InvalidConfig(FieldViolation(name, f"{said}; expected a number from {least}{upper}"))
 
 
-def _is_loopback(address: str) -> bool:
+def _version(address: str) -> int | None:
+    """Return the version of an IP address; None for a name."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(address.strip("[]")).version
     except ValueError:
-        return address == "localhost"
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or (_version(address) == 4 and ipaddress.IPv4Address(address).is_loopback)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import pickle
 import select
+import selectors
 import socket
 import struct
 import subprocess
@@ -37,6 +38,9 @@ from gpuworker.runner.rank_messages import Ended, unpacked
 _HELLO: Final = struct.Struct("<4sii")  # magic, host, rank or -1 for the link of a host
 _MAGIC: Final = b"QRK1"
 _HELLO_S: Final = 2.0  # for what connects and says nothing
+_MOST_COMING: Final = 256  # connections that have said nothing so far; the oldest makes room
+_AGAIN_S: Final = 0.2
+_LOST_S: Final = 30  # without an answer of the system at the other end, which may have vanished
 _ADDRESS_OF_INTERFACE: Final = 0x8915  # SIOCGIFADDR
 _HEADER: Final = 4  # bytes of a message's length
 _PEEKED: Final = 4096
@@ -112,6 +116,66 @@ class RemoteMember:
             self.link.shutdown(how)
 
 
+class Arrivals:
+    """Accepts connections and reads what each says first, all beside each other: who is silent holds off nobody."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._listening, self._said = listening, dict[socket.socket, tuple[float, bytes]]()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def next_hello(self, until: float) -> tuple[socket.socket, bytes]:
+        """Return the next connection that has said as many bytes as a hello has. Raises TimeoutError."""
+        while (now := time.monotonic()) < until:
+            for link in [link for link, (came, _) in self._said.items() if came + _HELLO_S <= now]:
+                self._leave(link).close()
+            for key, _ in self._selector.select(min(until - now, _AGAIN_S)):
+                link = key.fileobj
+                assert isinstance(link, socket.socket)
+                if link is self._listening:
+                    self._accept()
+                elif said := self._heard(link):
+                    return self._leave(link), said
+        raise TimeoutError
+
+    def close(self) -> None:
+        """Close what has said no hello."""
+        for link in list(self._said):
+            self._leave(link).close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+            link, _ = self._listening.accept()
+            link.setblocking(False)
+            if len(self._said) >= _MOST_COMING:
+                self._leave(next(iter(self._said))).close()
+            self._said[link] = time.monotonic(), b""
+            self._selector.register(link, selectors.EVENT_READ)
+
+    def _heard(self, link: socket.socket) -> bytes:
+        """Read on; return what a connection has said once that is whole."""
+        came, said = self._said[link]
+        try:
+            more = link.recv(_HELLO.size - len(said))
+        except BlockingIOError:
+            return b""
+        except OSError:
+            more = b""
+        if not more:
+            self._leave(link).close()
+            return b""
+        self._said[link] = came, said + more
+        return said + more if len(said + more) == _HELLO.size else b""
+
+    def _leave(self, link: socket.socket) -> socket.socket:
+        del self._said[link]
+        self._selector.unregister(link)
+        link.setblocking(True)
+        return link
+
+
 @dataclass(slots=True)
 class Guests:
     """The links of rank 0's host to those of the others, once all have come."""
@@ -143,7 +207,11 @@ class Rendezvous:
     def _own_store(self, address: str) -> TCPStore:
         hosts, seconds = self.hosts, timedelta(seconds=self.timeout)
         if hosts.store_is_there:
-            return TCPStore(hosts.address, hosts.port, None, False, seconds, wait_for_workers=False)
+            try:
+                return TCPStore(hosts.address, hosts.port, None, False, seconds, wait_for_workers=False)
+            except RuntimeError as error:
+                what = f"is {hosts.address}, where the launcher serves no store at port {hosts.port}: {_first(error)}"
+                raise InvalidConfig(FieldViolation("MASTER_ADDR", what)) from None
         try:
             listening = socket.create_server((address, hosts.port), backlog=2 * self.size)
         except OSError as error:
@@ -157,24 +225,19 @@ class Rendezvous:
         """Return the links of all other hosts. Raises InvalidConfig that names each rank which did not come in time."""
         guests, until = Guests(), time.monotonic() + self.timeout
         wanted = set(range(self.size)) - set(self.hosts.own_ranks(self.size))
+        arrivals = Arrivals(self._links)
         try:
             while wanted - guests.ranks.keys() or len(guests.hosts) < self.hosts.count - 1:
-                self._links.settimeout(max(0.001, until - time.monotonic()))
-                link, _ = self._links.accept()
-                self._greet(guests, wanted, link)
+                self._greet(guests, wanted, *arrivals.next_hello(until))
         except TimeoutError:
             guests.close()
             raise self._missing(wanted - guests.ranks.keys()) from None
+        finally:
+            arrivals.close()
         return guests
 
-    def _greet(self, guests: Guests, wanted: set[int], link: socket.socket) -> None:
-        link.settimeout(_HELLO_S)
-        try:
-            said = link.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            said = b""
-        link.settimeout(None)
-        magic, host, rank = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", 0, 0)
+    def _greet(self, guests: Guests, wanted: set[int], link: socket.socket, said: bytes) -> None:
+        magic, host, rank = _HELLO.unpack(said)
         if magic == _MAGIC and rank in wanted and rank not in guests.ranks:
             guests.ranks[rank] = link
         elif magic == _MAGIC and rank == -1 and 0 < host < self.hosts.count and host not in guests.hosts:
@@ -182,7 +245,7 @@ class Rendezvous:
         else:
             link.close()  # no rank, or one that was started twice
             return
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(link)
 
     def _missing(self, ranks: set[int]) -> InvalidConfig:
         names = ", ".join(map(str, sorted(ranks))) or "of a host"
@@ -219,24 +282,53 @@ class Joined:
 def join(hosts: Hosts, size: int, interface: str | None, timeout: float) -> Joined:
     """Connect a host to rank 0's. Raises InvalidConfig where rank 0 does not come in so many seconds."""
     name, address = interface_of(interface)
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return _joined(hosts, size, (name, address), max(until - time.monotonic(), 0.001))
+        except (RuntimeError, OSError) as error:  # those of torch.distributed are RuntimeErrors
+            # Rank 0 may be about to end, and another one to begin in its place.
+            if time.monotonic() + _AGAIN_S >= until:
+                what = f"rank 0 did not come at {hosts.address}:{hosts.port} within {timeout:g} s: {_first(error)}"
+                raise InvalidConfig(FieldViolation("--rank-timeout", f"{what}; start it, or give it longer")) from None
+        time.sleep(_AGAIN_S)
+
+
+def _joined(hosts: Hosts, size: int, interface: tuple[str, str], timeout: float) -> Joined:
+    name, address = interface
+    links = dict[int, socket.socket]()
     try:
         store = connected_store(hosts, hosts.port, timeout)
         where, _, port = store.get(_KEY).decode().rpartition(":")
-        links = {rank: _linked((where, int(port)), address, hosts.own, rank) for rank in hosts.own_ranks(size)}
-        own = _linked((where, int(port)), address, hosts.own, -1)
-    except (RuntimeError, OSError) as error:  # those of torch.distributed are RuntimeErrors
-        first = str(error).partition("\n")[0][:200]
-        what = f"rank 0 did not come at {hosts.address}:{hosts.port} within {timeout:g} s: {first}"
-        raise InvalidConfig(FieldViolation("--rank-timeout", f"{what}; start it, or give it longer")) from None
-    return Joined(links, Connection(own.detach()), store, name)
+        for rank in (*hosts.own_ranks(size), -1):
+            links[rank] = _linked((where, int(port)), address, hosts.own, rank)
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    return Joined(links, Connection(links.pop(-1).detach()), store, name)
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _linked(to: tuple[str, int], own: str, host: int, rank: int) -> socket.socket:
     link = socket.create_connection(to, timeout=_HELLO_S, source_address=(own, 0))
     link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _tune(link)
     link.sendall(_HELLO.pack(_MAGIC, host, rank))
     return link
+
+
+def _tune(link: socket.socket) -> None:
+    """Send at once, and find a host that has vanished, also while models load and beats are not watched."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_S // 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_S // 6)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_S)
 
 
 @dataclass(frozen=True, slots=True)

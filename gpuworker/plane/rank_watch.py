@@ -84,7 +84,7 @@ def watch_first(board: RankBoard, parent: int) -> None:
 def differences(own: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Return each fact in which a rank differs from rank 0, which is `own`, in words."""
     return [
-        f"rank {rank} has {name} {facts.get(name, 'none')}, and rank 0 has {value}"
+        f"rank {rank} has {name} {facts.get(name, 'none'):.200}, and rank 0 has {value}"
         for rank, facts in sorted(others.items())
         for name, value in own.items()
         if facts.get(name) != value

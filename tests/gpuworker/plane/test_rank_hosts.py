@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,12 +29,13 @@ from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.native.ranks import HostRanks, RankBoard
+from gpuworker.plane import rank_rendezvous
 from gpuworker.plane.assembly import assemble
 from gpuworker.plane.rank_bridge import Bridge
 from gpuworker.plane.rank_hosts import Hosts
-from gpuworker.plane.rank_rendezvous import RemoteMember, Rendezvous, interface_of, join
+from gpuworker.plane.rank_rendezvous import Joined, RemoteMember, Rendezvous, interface_of, join
 from gpuworker.runner.executor import PlacedCheckpoint
-from gpuworker.runner.rank_messages import Ended, Facts, Start, packed, send, unpacked
+from gpuworker.runner.rank_messages import Ended, Facts, Loaded, Start, array_of, packed, send, unpacked
 from gpuworker.runner.rank_steps import RankPlan
 from tests.gpuworker.engine.test_equality import COUNT, prompts
 from tests.support.checkpoints import checkpoint, hf_greedy
@@ -74,6 +76,8 @@ def test_one_rank_has_no_place_to_take() -> None:
         ({"RANK": "2"}, "RANK", "is '2'; expected a number from 0 to 1"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT", "is '0'; expected a number from 1 to 65535"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR", "is missing; expected the host name or address of rank 0"),
+        ({"MASTER_ADDR": "::1"}, "MASTER_ADDR", "is ::1, and ranks meet over IPv4; expected the host name"),
+        ({"MASTER_ADDR": "[fd00::7]"}, "MASTER_ADDR", "is [fd00::7], and ranks meet over IPv4"),
         ({"LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_WORLD_SIZE", "expected a number from 1 to 2"),
     ],
 )
@@ -91,7 +95,7 @@ def test_ranks_listen_on_loopback_unless_an_interface_is_named() -> None:
     assert isinstance(said, FieldViolation)
     assert (said.field, "MASTER_ADDR is 10.0.0.1" in said.description) == ("--rank-interface", True)
     assert Hosts.of(PLACE, 2).interface_problem("eth1") is None
-    for address in ("127.0.0.1", "::1", "localhost"):
+    for address in ("127.0.0.1", "127.9.9.9", "localhost"):
         assert Hosts.of(PLACE | {"MASTER_ADDR": address}, 2).interface_problem(None) is None
     assert Hosts().interface_problem(None) is None
 
@@ -120,12 +124,39 @@ class Command:
         return os.system, ("touch /tmp/quire-was-here",)
 
 
+class Pointers:
+    """An array of objects, by numpy's own constructor, whose pointers are the bytes that are sent."""
+
+    def __reduce__(self) -> Any:
+        return np.ndarray, ((1,), "O", b"pointers")
+
+
+class Array:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return array_of, self.parts
+
+
+def changed_class() -> bytes:
+    named = b"cgpuworker.runner.rank_messages\nLoaded\n"
+    return b"\x80\x04" + named + b"N}\x8c\x07failureN\x73\x86b."
+
+
 @pytest.mark.parametrize(
     "data",
     [
         pickle.dumps(Command()),
         pickle.dumps(Path("/tmp")),
         pickle.dumps(GpuWorkerSettings),
+        pickle.dumps(Pointers()),
+        pickle.dumps(np.arange(3)),
+        pickle.dumps(np.array(["a"], dtype=object)),
+        pickle.dumps(Array(bytearray(8), "O", (1,))),
+        pickle.dumps(Array(bytearray(8), "<f8", (1,))),
+        pickle.dumps(Array(bytearray(8), "<i4", (1 << 40,))),
+        pickle.dumps(Array("12345678", "<i4", (2,))),
         b"cgpuworker.runner.rank_steps\ntime.sleep\n.",
         b"cgpuworker.runner.rank_messages\nimportlib\n.",
         b"cgpuworker.runner.rank_steps\nConnection\n.",
@@ -137,6 +168,13 @@ def test_what_is_no_message_makes_nothing(data: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
         unpacked(data)
     assert not Path("/tmp/quire-was-here").exists()
+
+
+def test_a_message_changes_nothing_that_later_ones_have() -> None:
+    with suppress(pickle.UnpicklingError):
+        unpacked(changed_class())
+    assert Loaded(1) == (1, "")
+    assert Loaded(1).failure == ""
 
 
 def test_a_rank_elsewhere_ends_with_its_link_or_with_a_word() -> None:
@@ -231,6 +269,58 @@ def test_ranks_of_hosts_that_do_not_come_are_named_and_strangers_are_not_taken_f
         assert found.description.startswith("ranks 2, 3 did not come within 1 s; its host connects to 127.0.0.1:")
     finally:
         meeting.close()
+
+
+def leave(joined: Joined) -> None:
+    for link in (*joined.ranks.values(), joined.host):
+        link.close()
+
+
+def test_strangers_that_say_nothing_or_half_a_hello_hold_off_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are more than may be silent at once, and each would have seconds of its own."""
+    monkeypatch.setattr(rank_rendezvous, "_HELLO_S", PATIENCE)
+    monkeypatch.setattr(rank_rendezvous, "_MOST_COMING", 4)
+    hosts, strangers = Hosts(2, 0, "127.0.0.1", free_port()), list[socket.socket]()
+    meeting = Rendezvous(hosts, 2, None, PATIENCE / 2)
+    came = ThreadPoolExecutor(1).submit(meeting.await_guests)
+    try:
+        host, _, port = meeting.store.get("links").decode().rpartition(":")
+        for number in range(12):
+            strangers.append(socket.create_connection((host, int(port))))
+            strangers[-1].sendall(b"QRK1"[: number % 5])
+        joined = join(Hosts(2, 1, "127.0.0.1", hosts.port), 2, None, PATIENCE)
+        guests = came.result(PATIENCE)
+        assert (list(guests.ranks), list(guests.hosts)) == ([1], [1])
+        for link in (guests.ranks[1], joined.ranks[1]):
+            assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        for stranger in strangers:  # all are sent away
+            stranger.settimeout(PATIENCE)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        guests.close()
+        leave(joined)
+    finally:
+        meeting.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_host_that_comes_between_two_starts_of_rank_0_meets_the_second_one() -> None:
+    """The store of the first one still names a port at which nobody listens any more."""
+    hosts = Hosts(2, 0, "127.0.0.1", free_port())
+    first = Rendezvous(hosts, 2, None, PATIENCE)
+    first.close()
+    joins = ThreadPoolExecutor(1).submit(join, Hosts(2, 1, "127.0.0.1", hosts.port), 2, None, PATIENCE)
+    with suppress(TimeoutError):
+        joins.result(0.5)
+        pytest.fail("there was nobody to meet")
+    again = socket.create_server(("127.0.0.1", 0))
+    first.store.set("links", f"127.0.0.1:{again.getsockname()[1]}")
+    joined = joins.result(PATIENCE)
+    assert list(joined.ranks) == [1]
+    leave(joined)
+    again.close()
 
 
 def test_a_port_that_another_process_has_is_refused() -> None:
