@@ -4,7 +4,7 @@
     read and cut its part
            --- folder, number -->  read and cut its part, beside steps
            <-- fingerprint ------  or why not
-    plans name the number from now on; a plan behind the last one that does says that it is forgotten
+    plans name the number from now on; a message behind the last plan that does says that it is forgotten
 
 All ranks have the same content, or none has: a rank that reads another one, or none, is named in the refusal.
 """
@@ -68,6 +68,7 @@ class RankAdapters:
 
     def begin_load(self, load: AdapterLoad) -> None:
         """Load beside steps, and tell rank 0 what became of it."""
+        self._forget(load.forgotten)
         self._thread.submit(self._load, load)
 
     def _load(self, load: AdapterLoad) -> None:
@@ -87,9 +88,12 @@ class RankAdapters:
         rows, found = plan.rows, None
         if rows is not None and rows.adapter_of is not None:
             found = StepAdapters(tuple(self._held[number] for number in rows.adapters), rows.adapter_of)
-        for number in plan.forgotten:
-            self._held.pop(number, None)
+        self._forget(plan.forgotten)
         return found
+
+    def _forget(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            self._held.pop(number, None)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

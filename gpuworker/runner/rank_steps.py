@@ -26,7 +26,7 @@ from gpuworker.attention.step_inputs import StepInputs
 from gpuworker.models.adapters import PreparedAdapter, StepAdapters
 from gpuworker.models.llama.adapters import NativeAdapter
 from gpuworker.runner.executor import PlacedCheckpoint
-from gpuworker.runner.rank_messages import packed, received, send
+from gpuworker.runner.rank_messages import Ended, packed, received, send
 
 Int64Array = npt.NDArray[np.int64]
 _IN_FLIGHT: Final = 3  # steps of which a rank keeps the memory: one runs, and two wait
@@ -98,6 +98,7 @@ class AdapterLoad(NamedTuple):
 
     number: int
     folder: str
+    forgotten: tuple[int, ...] = ()  # as of a plan: steps may be long in coming
 
 
 class AdapterLoaded(NamedTuple):
@@ -132,9 +133,9 @@ class PlanTimes:
 
 @dataclass(slots=True)
 class RankLinks:
-    """Rank 0's connections to the others. `lost` is called with a rank that takes no plan; it must not return.
+    """Rank 0's connections to the others. `lost` is called with a rank that is, and how; it must not return.
 
-    Numbers of adapters that are `forgotten` go with the next plan.
+    Numbers of adapters that are `forgotten` go with the next message.
     """
 
     connections: Mapping[int, Connection]
@@ -145,8 +146,6 @@ class RankLinks:
 
     def send_plan(self, plan: RankPlan) -> None:
         began = time.thread_time()
-        if self.forgotten:
-            plan = plan._replace(forgotten=tuple(self.forgotten.popleft() for _ in range(len(self.forgotten))))
         self._send(plan)
         self.times.plans += 1
         self.times.seconds += time.thread_time() - began
@@ -157,24 +156,29 @@ class RankLinks:
         Raises EOFError or OSError for a rank that has ended, which ends the worker.
         """
         self._send(load)
-        return {rank: _answer_of(connection) for rank, connection in self.connections.items()}
+        return {rank: self._answer_of(rank, connection) for rank, connection in self.connections.items()}
+
+    def _answer_of(self, rank: int, connection: Connection) -> AdapterLoaded:
+        answer = received(connection)
+        if isinstance(answer, Ended):
+            self.lost(rank, answer.how)  # said once, and not left for who watches the link
+        if not isinstance(answer, AdapterLoaded):
+            raise EOFError("the rank has ended")
+        return answer
 
     def _send(self, message: RankPlan | AdapterLoad) -> None:
-        data = packed(message)
         with self._sending:
+            if self.forgotten:
+                message = message._replace(
+                    forgotten=tuple(self.forgotten.popleft() for _ in range(len(self.forgotten)))
+                )
+            data = packed(message)
             for rank, connection in self.connections.items():
                 try:
                     connection.send_bytes(data)
                 except OSError as error:
                     self.lost(rank, f"takes no plan: {error}")
                     raise
-
-
-def _answer_of(connection: Connection) -> AdapterLoaded:
-    answer = received(connection)
-    if not isinstance(answer, AdapterLoaded):
-        raise EOFError("the rank has ended")
-    return answer
 
 
 def received_plan(connection: Connection) -> RankPlan | AdapterLoad | None:
