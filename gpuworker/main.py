@@ -77,7 +77,7 @@ SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 _LAST_REPLIES_S = 0.5
-_LAST_WORDS_S = 0.3
+_LAST_WORDS_S = 2.0
 # Else torch.distributed prints pages of stacks while another host is not there yet.
 _QUIET_TORCH = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -319,13 +319,13 @@ class Worker:
         log.critical("the worker ends: %s", reason)
         told = asyncio.run_coroutine_threadsafe(self._tell_of_end(reason), loop)
         with suppress(TimeoutError):
-            told.result(_LAST_WORDS_S)
+            told.result(2 * _LAST_WORDS_S)
         logging.shutdown()
         os._exit(FAILED_STATUS)
 
     async def _tell_of_end(self, reason: str) -> None:
         self._servicer.fail(Unavailable(f"the worker ends: {reason}"))
-        await asyncio.sleep(_LAST_WORDS_S / 2)  # until gRPC has sent it
+        await self._server.stop(_LAST_WORDS_S)  # it waits until gRPC has sent the ends of all streams
 
     def _running(self) -> bool:
         """Whether any work remains that a drain must wait for."""

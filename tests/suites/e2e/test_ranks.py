@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections import Counter
@@ -18,7 +19,7 @@ from tests.support.load import prompts, started, until_restarted
 from tests.support.reference import assert_greedy
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
 from tests.support.waiting import until
-from tests.support.why import quire_why
+from tests.support.why import outcome_of, quire_why
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -44,33 +45,44 @@ def rank_pid(suite: Suite, worker: str, rank: int) -> int:
     return other.pid
 
 
-async def with_a_rank_hit(suite: Suite, rank: int, how: signal.Signals, name: str) -> tuple[list[int], list[Outcome]]:
-    """Hit a rank of the worker that serves most of 16 streams; return the pids of its ranks, and the outcomes."""
-    asked = prompts(16, seed=5)
-    requests = [greedy(prompt, COUNT) for prompt in asked]
-    for number, request in enumerate(requests):
-        request.request_id = f"{name}-{number}"
-    outcomes = [Outcome() for _ in requests]
-    tasks = await started(suite, requests, outcomes)
-    serving = Counter(each.admitted.worker_id for each in outcomes if each.admitted and not each.finished)
-    ((victim, _),) = serving.most_common(1)
-    pids = [rank_pid(suite, victim, each) for each in (0, 1)]
-    os.kill(pids[rank], how)
-    await asyncio.gather(*tasks)
-    await until_restarted(suite, victim, pids[0])
-    assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
-    return pids, outcomes
+async def with_a_rank_hit(suite: Suite, rank: int, how: signal.Signals, name: str) -> tuple[list[int], list[str]]:
+    """Hit a rank of the worker that serves most of 16 streams; return the pids of its ranks, and who moved.
+
+    On a busy machine the worker may have made all tokens before the rank is hit: then it is done again.
+    """
+    for turn in itertools.count():
+        asked = prompts(16, seed=5)
+        requests = [greedy(prompt, COUNT) for prompt in asked]
+        for number, request in enumerate(requests):
+            request.request_id = f"{name}-{turn}-{number}"
+        outcomes = [Outcome() for _ in requests]
+        tasks = await started(suite, requests, outcomes)
+        serving = Counter(each.admitted.worker_id for each in outcomes if each.admitted and not each.finished)
+        if serving:
+            ((victim, _),) = serving.most_common(1)
+            pids = [rank_pid(suite, victim, each) for each in (0, 1)]
+            os.kill(pids[rank], how)
+        await asyncio.gather(*tasks)
+        assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
+        if not serving:
+            continue
+        await until_restarted(suite, victim, pids[0])
+        moved = [each.request_id for each in requests if (await outcome_of(suite, each)).get("moves")]
+        if moved:
+            return pids, moved
+        await suite.until_connected(WORKERS)
+    raise AssertionError
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 async def test_streams_outlive_each_rank(suite: Suite, rank: int, how: signal.Signals) -> None:
     name = f"rank{rank}-{how.name}"
-    pids, _ = await with_a_rank_hit(suite, rank, how, name)
+    pids, moved = await with_a_rank_hit(suite, rank, how, name)
     await until(lambda: not any(map(psutil.pid_exists, pids)), seconds=PATIENCE)
     await suite.until_connected(WORKERS)
     await suite.until_all_free(WORKERS)
     if rank == 1:
         said = "rank 1 was ended by SIGKILL" if how is signal.SIGKILL else "rank 1 stood still"
-        told = [await quire_why(suite, f"{name}-{number}") for number in range(16)]
-        assert any(said in out for _, out, _ in told), told
+        told = [await quire_why(suite, request_id) for request_id in moved]
+        assert all(said in out for _, out, _ in told), told
