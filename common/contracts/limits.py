@@ -133,8 +133,9 @@ MAX_HTTP_PIPELINED: Final = 16
 HTTP_HEAD_SECONDS: Final = 10.0
 # Seconds from the end of the headers to the end of the body: 70 kB/s for the largest body.
 HTTP_BODY_SECONDS: Final = 60.0
-# Seconds that a connection may idle between two requests.
-HTTP_IDLE_SECONDS: Final = 5
+# Seconds that a connection may idle between two requests: longer than clients and proxies keep one (httpx 5 s, nginx
+# 60 s, those in Go 90 s), else a request meets its end.
+HTTP_IDLE_SECONDS: Final = 120
 # Seconds in which a client must take some of an answer that waits for it; then its connection is cut.
 HTTP_STALL_SECONDS: Final = 60.0
 # Seconds without output after which a stream of events gets a comment; proxies cut silent connections.

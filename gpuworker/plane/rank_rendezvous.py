@@ -128,14 +128,14 @@ class Arrivals:
     def next_hello(self, until: float) -> tuple[socket.socket, bytes]:
         """Return the next connection that has said as many bytes as a hello has. Raises TimeoutError."""
         while (now := time.monotonic()) < until:
-            for link in [link for link, (came, _) in self._said.items() if came + _HELLO_S <= now]:
-                self._leave(link).close()
+            for silent in [link for link, (came, _) in self._said.items() if came + _HELLO_S <= now]:
+                self._leave(silent).close()
             for key, _ in self._selector.select(min(until - now, _AGAIN_S)):
                 link = key.fileobj
                 assert isinstance(link, socket.socket)
                 if link is self._listening:
                     self._accept()
-                elif said := self._heard(link):
+                elif link in self._said and (said := self._heard(link)):  # else it has just made room
                     return self._leave(link), said
         raise TimeoutError
 

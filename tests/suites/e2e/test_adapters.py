@@ -209,6 +209,7 @@ async def test_loads_and_unloads_under_load_fail_nothing_and_leave_no_memory(ada
     for variant in (5, 6):
         shutil.copytree(adapter(KIND, variant), folder / "soak" / str(variant))
     process = psutil.Process(adapted.stack.children["worker-0"].pid)
+    pids = {name: each.pid for name, each in adapted.stack.children.items()}
     stop, answers = asyncio.Event(), list[list[int]]()
 
     async def ask(name: str | None) -> None:
@@ -230,6 +231,8 @@ async def test_loads_and_unloads_under_load_fail_nothing_and_leave_no_memory(ada
     finally:
         stop.set()
         await asyncio.gather(*load_tasks)
+        # Said before anything else: what ends a request otherwise is a service that ended.
+        assert {name: each.pid for name, each in adapted.stack.children.items()} == pids
     expected = {tuple(tokens_of(KIND, variant, PROMPT, COUNT)) for variant in (None, 0)}
     assert {tuple(each) for each in answers} == expected
     assert grown < 8 << 20, f"{grown} bytes"

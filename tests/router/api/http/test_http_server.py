@@ -90,6 +90,15 @@ async def test_a_client_whose_host_vanishes_is_noticed_within_the_time_of_a_slow
     await server.stop()
 
 
+async def test_a_connection_idles_longer_here_than_clients_and_proxies_keep_it() -> None:
+    """Where both end it after as many seconds, a request now and then meets a connection that is closed."""
+    kept = {"httpx": 5.0, "aiohttp": 15.0, "nginx": 60.0, "a load balancer of AWS": 60.0, "Go": 90.0}
+    server = await serve_http(FastAPI(), "127.0.0.1", 0)
+    assert httpx.Limits().keepalive_expiry == kept["httpx"]
+    assert server._server.config.timeout_keep_alive > max(kept.values())
+    await server.stop()
+
+
 async def test_a_server_ends_without_waiting_for_its_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.http.http_server._DATE_SECONDS", 1e6)
     server = await serve_http(FastAPI(), "127.0.0.1", 0)
