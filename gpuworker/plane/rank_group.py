@@ -46,7 +46,18 @@ from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from gpuworker.plane.rank_hosts import Hosts
 from gpuworker.plane.rank_rendezvous import MemberProcess, RemoteMember, Rendezvous, start_bridge
 from gpuworker.plane.rank_watch import LOOK_S, BeatWatch, differences, stood_still_words
-from gpuworker.runner.rank_messages import Agreed, Begin, Ended, Facts, Loaded, Start, first_received, received, send
+from gpuworker.runner.rank_messages import (
+    Agreed,
+    Begin,
+    Closed,
+    Ended,
+    Facts,
+    Loaded,
+    Start,
+    first_received,
+    received,
+    send,
+)
 from gpuworker.runner.rank_steps import RankLinks
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 
@@ -173,6 +184,8 @@ class RankGroup:
         """End the other ranks; all steps are over."""
         self._closing.set()
         for connection in self.connections.values():
+            if self.board.serving and not self.lost:
+                _tell(connection, Closed())
             connection.close()
         for member in self.members.values():
             member.end(_CLOSE_S)

@@ -1,8 +1,8 @@
 """A rank of a worker beside rank 0: loads its part of the model, and runs the steps that rank 0 plans.
 
-It has no server, no lease and no scheduler. It ends with rank 0: at the end of the connection, or when its parent has
-gone. Where rank 0 stands still, this process kills it: its routers then move the streams. On another host its parent is
-the process that follows rank 0 there (gpuworker/plane/rank_follower.py).
+It has no server, no lease and no scheduler. It ends with rank 0: at its last word, at the end of the connection, or
+when its parent has gone. Where rank 0 stands still, this process kills it: its routers then move the streams. On
+another host its parent is the process that follows rank 0 there (gpuworker/plane/rank_follower.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from common.contracts.errors import QuireError
 from common.process.logs import setup_logging
+from common.settings.config import FAILED_STATUS
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.checkpoints.lora import read_adapter
 from gpuworker.config import GpuWorkerSettings
@@ -100,13 +101,15 @@ def _run(connection: Connection, board: RankBoard, start: Start, settings: GpuWo
         lambda folder: read_adapter(folder, model.adapter_targets, settings.max_lora_rank),
         model.prepare_adapter,
     )
-    while (plan := received_plan(connection)) is not None:
-        if isinstance(plan, AdapterLoad):
-            adapters.begin_load(plan)
-        else:
-            executor.run(plan, adapters.of_step(plan))
-    adapters.close()
-    executor.close()
+    try:
+        while (plan := received_plan(connection)) is not None:
+            if isinstance(plan, AdapterLoad):
+                adapters.begin_load(plan)
+            else:
+                executor.run(plan, adapters.of_step(plan))
+    finally:
+        adapters.close()
+        executor.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = sys.stdin.read()  # of another host than rank 0's
     try:
         run_rank(link, board, own)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0
+    except (EOFError, BrokenPipeError, ConnectionResetError, TimeoutError):
+        return FAILED_STATUS  # rank 0 was lost, or takes no part
     finally:
         link.close()
         if own:

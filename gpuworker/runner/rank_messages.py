@@ -65,6 +65,10 @@ class Begin(NamedTuple):
     kept: int  # rows of logits that are reserved
 
 
+class Closed(NamedTuple):
+    """What rank 0 says last where it ends well. Else its connections just end."""
+
+
 class Ended(NamedTuple):
     """The last word on a rank of another host, by the process that started it there: how it ended."""
 

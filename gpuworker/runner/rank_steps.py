@@ -26,7 +26,7 @@ from gpuworker.attention.step_inputs import StepInputs
 from gpuworker.models.adapters import PreparedAdapter, StepAdapters
 from gpuworker.models.llama.adapters import NativeAdapter
 from gpuworker.runner.executor import PlacedCheckpoint
-from gpuworker.runner.rank_messages import Ended, packed, received, send
+from gpuworker.runner.rank_messages import Closed, Ended, packed, received, send
 
 Int64Array = npt.NDArray[np.int64]
 _IN_FLIGHT: Final = 3  # steps of which a rank keeps the memory: one runs, and two wait
@@ -182,13 +182,10 @@ class RankLinks:
 
 
 def received_plan(connection: Connection) -> RankPlan | AdapterLoad | None:
-    """Return the next plan of rank 0, or an adapter to load; None when it sends no more."""
-    try:
-        plan = received(connection)
-    except EOFError:
-        return None
-    assert isinstance(plan, RankPlan | AdapterLoad)
-    return plan
+    """Return the next plan of rank 0, or an adapter to load; None when it ends. Raises EOFError when it is lost."""
+    plan = received(connection)
+    assert isinstance(plan, RankPlan | AdapterLoad | Closed)
+    return None if isinstance(plan, Closed) else plan
 
 
 def answer_load(connection: Connection, answer: AdapterLoaded) -> None:

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from common.contracts.errors import FieldViolation, InvalidConfig
+from common.settings.config import FAILED_STATUS
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.native.ranks import HostRanks, RankBoard
@@ -33,7 +34,7 @@ from gpuworker.plane import rank_rendezvous
 from gpuworker.plane.assembly import assemble
 from gpuworker.plane.rank_bridge import Bridge
 from gpuworker.plane.rank_hosts import Hosts
-from gpuworker.plane.rank_rendezvous import Joined, RemoteMember, Rendezvous, interface_of, join
+from gpuworker.plane.rank_rendezvous import Joined, MemberProcess, RemoteMember, Rendezvous, interface_of, join
 from gpuworker.runner.executor import PlacedCheckpoint
 from gpuworker.runner.rank_messages import Ended, Facts, Loaded, Start, array_of, packed, send, unpacked
 from gpuworker.runner.rank_steps import RankPlan
@@ -451,6 +452,32 @@ def test_a_rank_or_a_host_that_is_lost_ends_the_worker(
         assert lost.wait(PATIENCE)
         assert reasons == [said]
         assert hosts.other.wait(PATIENCE) != 0
+        wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+        plane.runner.close()
+
+
+@needs_native
+@pytest.mark.rest
+def test_a_host_whose_ranks_wait_while_rank_0_is_lost_ends_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever started it starts it again then; its ranks have no step, so they end by themselves."""
+    reasons, lost = list[str](), threading.Event()
+
+    def note(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    with two_hosts("llama", 2, monkeypatch) as hosts:
+        plane = assemble(hosts.settings)
+        group = plane.ranks
+        assert group is not None
+        assert isinstance(group.bridge, MemberProcess)
+        plane.report_lost_rank(note)
+        (rank,) = hosts.ranks_there()
+        wait_until(lambda: board_of(rank).serving)
+        group.bridge.process.kill()
+        assert lost.wait(PATIENCE)
+        assert reasons == ["the process that carries parts to other hosts was ended by SIGKILL"]
+        assert hosts.other.wait(PATIENCE) == FAILED_STATUS
         wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
         plane.runner.close()
 
