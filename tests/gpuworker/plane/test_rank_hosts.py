@@ -425,21 +425,29 @@ def test_tokens_across_hosts_equal_transformers(kind: str, ranks: int, monkeypat
         assert hosts.other.wait(PATIENCE) == 0
 
 
+_STILL = "rank 1 stood still for 1.2 s, or its host cannot be reached"
+_GONE = "rank 1 is gone: its process ended, or its host cannot be reached"
+
+
 @needs_native
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("how", "whole_host", "said"),
     [
-        (signal.SIGKILL, False, "rank 1 was ended by SIGKILL"),
-        (signal.SIGSTOP, False, "rank 1 stood still for 1.2 s, or its host cannot be reached"),
-        (signal.SIGKILL, True, "rank 1 is gone: its process ended, or its host cannot be reached"),
-        (signal.SIGSTOP, True, "rank 1 stood still for 1.2 s, or its host cannot be reached"),
+        (signal.SIGKILL, False, {"rank 1 was ended by SIGKILL"}),
+        (signal.SIGSTOP, False, {_STILL}),
+        (signal.SIGKILL, True, {_GONE}),
+        (signal.SIGSTOP, True, {_STILL, _GONE}),
     ],
+    ids=["rank killed", "rank stopped", "host killed", "host stopped"],
 )
 def test_a_rank_or_a_host_that_is_lost_ends_the_worker(
-    how: signal.Signals, whole_host: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    how: signal.Signals, whole_host: bool, said: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is told the reason, and nothing is left on the other host."""
+    """Rank 0 is told the reason, and nothing is left on the other host.
+
+    A rank whose host stands still misses rank 0 when rank 0 misses it, and may end first.
+    """
     reasons, lost = list[str](), threading.Event()
 
     def note(reason: str) -> None:
@@ -453,7 +461,8 @@ def test_a_rank_or_a_host_that_is_lost_ends_the_worker(
         wait_until(lambda: board_of(rank).serving)
         os.kill(hosts.other.pid if whole_host else rank.pid, how)
         assert lost.wait(PATIENCE)
-        assert reasons == [said]
+        assert len(reasons) == 1
+        assert set(reasons) <= said
         assert hosts.other.wait(PATIENCE) != 0
         wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
         plane.runner.close()
