@@ -47,7 +47,12 @@ class StoreGate:
         self._spared += blocks
 
     def note_stored(self, pages: int, costs: TransferCosts | None) -> None:
-        """Note that so many pages were stored; at the end of a window decide whether further ones are."""
+        """Note that so many pages were stored; at the end of a window decide whether further ones are.
+
+        While the gate is closed, what is stored all the same decides nothing: it stands before what frames hold.
+        """
+        if not self.open:
+            return
         self._stored += pages
         if self._stored < self._window:
             return

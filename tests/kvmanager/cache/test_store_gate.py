@@ -54,6 +54,19 @@ def test_stores_begin_again_after_four_windows_of_evictions_and_then_after_twice
         assert gate.open
 
 
+def test_what_is_stored_while_stores_rest_makes_the_rest_no_longer_and_no_shorter() -> None:
+    gate = gate_of()
+    store(gate, 2)
+    decline(gate, 4)
+    store(gate, 2)
+    decline(gate, 7)
+    store(gate, 3)
+    store(gate, 3, loads=500)
+    assert not gate.open
+    decline(gate, 1)
+    assert gate.open
+
+
 def test_a_window_that_pays_makes_the_next_rest_a_short_one() -> None:
     gate = gate_of()
     store(gate, 2)
